@@ -27,7 +27,7 @@ ROOMS = {
     ),
     "pointsman_lab": (
         "progress", "registry", "models", "data", "runs", "evaluation", "training", "recipes", "finetuning", "report",
-        "exam", "planning", "diagnosis", "testing", "cli", "tasks", "__main__",
+        "exam", "planning", "diagnosis", "testing", "checks", "cli", "tasks", "__main__",
     ),
 }  # fmt: skip
 """From the ground up."""
@@ -171,7 +171,7 @@ OPENED_ELSEWHERE = {
     "report.published": "the package's own tables",
     "planning": "the package's own table of models",
     "training.config": "a copy of what was just written as JSON",
-    "testing.trainers.run": "what its own two ranks wrote into a scratch folder",
+    "testing.trainers.check": "what its own two ranks wrote into a scratch folder",
 }
 """Module -> what it opens that no stranger's file is, or that was checked."""
 
@@ -205,9 +205,9 @@ CHANGED_ELSEWHERE = {
     "hf.loading": "a Hugging Face model that the user names, without its code",
     "parallel.launch": "a scratch folder, and the ranks of this run",
     "testing": "a scratch folder",
-    "testing.trainers.loops": "a scratch folder",
-    "testing.trainers.others": "a scratch folder",
-    "testing.trainers.run": "a scratch folder, and the two ranks of a check",
+    "testing.trainers.case": "a scratch folder",
+    "testing.trainers.check": "a scratch folder, and the two ranks of a check",
+    "checks.loops": "a scratch folder",
 }
 
 

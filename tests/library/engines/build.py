@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from pointsman.testing.trainers.engines import LoopOfExperts
-from pointsman.testing.trainers.nvidia import start_group
+from torch._C._distributed_c10d import HashStore
 
 DIM, HIDDEN, EXPERTS = 16, 24, 4
 
@@ -35,6 +34,20 @@ class Built:
     own: Callable[[], Tensor]
 
 
+class LoopOfExperts(nn.Module):
+    """Called as OLMo calls its experts, which are Triton kernels for a GPU: one expert after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w_gate, self.w_in = (nn.Parameter(0.1 * torch.randn(EXPERTS, HIDDEN, DIM)) for _ in range(2))
+        self.w_out = nn.Parameter(0.1 * torch.randn(EXPERTS, DIM, HIDDEN))
+
+    def forward(self, x: Tensor, weights: Tensor, indices: Tensor, counts: Tensor) -> Tensor:
+        up = F.silu(x @ self.w_gate.mT) * (x @ self.w_in.mT) @ self.w_out.mT  # [experts, tokens, dim]
+        share = F.one_hot(indices, EXPERTS).to(x.dtype) * weights[..., None].to(x.dtype)  # [tokens, k, experts]
+        return torch.einsum("etd,tke->td", up, share)
+
+
 def megatron(spec: str | None, k: int = 2, **settings: Any) -> Built:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -46,7 +59,8 @@ def megatron(spec: str | None, k: int = 2, **settings: Any) -> Built:
 
     from pointsman.engines.megatron import router
 
-    start_group()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
     config = TransformerConfig(
@@ -110,7 +124,7 @@ def olmo_core(spec: str | None, k: int = 2, **settings: Any) -> Built:
         num_experts=EXPERTS, hidden_size=HIDDEN, router=router, lb_loss_weight=None, capacity_factor=float(EXPERTS)
     )
     layer = config.build(DIM)
-    layer.experts = LoopOfExperts(EXPERTS, DIM)  # OLMo's own are Triton kernels, for a GPU only
+    layer.experts = LoopOfExperts()
 
     def weights() -> dict[str, Tensor]:
         return {name: value.detach() for name, value in layer.experts.named_parameters()}

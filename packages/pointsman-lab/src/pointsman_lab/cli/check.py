@@ -28,7 +28,7 @@ Exit code 1: a line does not hold.
 
 
 def parser() -> Parser:
-    from pointsman.testing.trainers import TRAINERS
+    from pointsman_lab.checks import TRAINERS
 
     names = ", ".join(TRAINERS)
     flags = Parser(
@@ -50,8 +50,8 @@ def parser() -> Parser:
 def run(words: Sequence[str]) -> int:
     values = parser().read(words)
     os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1", TQDM_DISABLE="1")
-    from pointsman.testing.trainers import BALANCES, TRAINERS
-    from pointsman.testing.trainers.run import find_trainer, installed
+    from pointsman.testing.trainers.check import BALANCES
+    from pointsman_lab.checks import TRAINERS, find_trainer, installed
 
     if values.device not in (None, "cpu"):
         raise RunError(f"--device {values.device}: checks run on a CPU")
@@ -80,12 +80,11 @@ def run(words: Sequence[str]) -> int:
 
 def _shown(name: str, balance: str, lines: Sequence[str]) -> Iterable[Verdict]:
     """The verdicts, each printed when it is there."""
-    import textwrap
-
-    from pointsman.testing.trainers.run import verdicts
+    from pointsman.testing.trainers.check import verdicts
+    from pointsman_lab.checks import find_trainer
 
     print(f"{name}, balance: {balance}")
-    for one in verdicts(name, balance, lines):
+    for one in verdicts(name if ":" in name else find_trainer(name), balance, lines):
         mark = {True: "yes", False: "NO", None: "-"}[one.holds]
         print(
             textwrap.fill(one.told, 80, initial_indent=f"  {one.line:<19} {mark:<4}", subsequent_indent=" " * 26),
@@ -98,7 +97,7 @@ def _write(folder: Any, found: Mapping[tuple[str, str], Sequence[Verdict]], miss
     import json
 
     from pointsman._files import write_whole
-    from pointsman.testing.trainers.run import matrix
+    from pointsman_lab.checks import matrix
 
     rows = [
         {"trainer": name, "balance": balance, "line": one.line, "holds": one.holds, "told": one.told}

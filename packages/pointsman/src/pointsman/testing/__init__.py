@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pointsman.testing.case import Case
     from pointsman.testing.contract import CHECKS, check_router
-    from pointsman.testing.trainers.run import check_trainer
+    from pointsman.testing.trainers.check import check_trainer
 
 __all__ = ["CHECKS", "Case", "check_router", "check_trainer"]
 
@@ -27,7 +27,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(contract, name)
     if name == "check_trainer":
-        from pointsman.testing.trainers.run import check_trainer
+        from pointsman.testing.trainers.check import check_trainer
 
         return check_trainer
     raise AttributeError(f"module 'pointsman.testing' has no attribute {name!r}")

@@ -7,6 +7,7 @@ gradients that reach its optimizer are read where `torch.optim` is about to use 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -109,10 +110,17 @@ class Trainer:
         """A model after all steps, and one after the first, saved, loaded into another model, and the others."""
         whole, first, second = (self.model(setting) for _ in range(3))
         self.train(whole, steps, setting)
+        with tempfile.TemporaryDirectory() as folder:
+            self.interrupted(first, second, steps, setting, folder)
+        return whole, second
+
+    def interrupted(
+        self, first: nn.Module, second: nn.Module, steps: Sequence[Sequence[Batch]], setting: Setting, folder: str
+    ) -> None:
+        """`first` takes the first step and is saved in this folder; `second` is loaded from it and takes the others."""
         self.train(first, steps[:1], setting)
         second.load_state_dict(first.state_dict())
         self.train(second, steps[1:], setting)
-        return whole, second
 
 
 def world() -> int:

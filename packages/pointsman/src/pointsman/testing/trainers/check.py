@@ -1,6 +1,6 @@
 """`check_trainer`: what a trainer does to a router, a verdict a line; and the second process that one line takes.
 
-python -m pointsman.testing.trainers.run TRAINER BALANCE OUT       # one of two ranks, started by this file
+python -m pointsman.testing.trainers.check TRAINER BALANCE OUT       # one of two ranks, started by this file
 """
 
 from __future__ import annotations
@@ -13,84 +13,31 @@ import socket
 import subprocess
 import sys
 import tempfile
-import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from pointsman._errors import did_you_mean
-from pointsman.testing.trainers import BALANCES, TRAINERS, coefficient
+from pointsman.testing.trainers import coefficient
 from pointsman.testing.trainers.case import Setting, Trainer
 from pointsman.testing.trainers.coefficient import FACTOR
 from pointsman.testing.trainers.lines import LINES, Verdict, judged
+from pointsman.testing.trainers.own import OwnStep
 
+BALANCES = ("own", "pointsman")
 SECONDS = 240
 """How long two processes may take."""
 _ALONE = "POINTSMAN_TWO_PROCESSES"
 
 
-HEAD = """# What trainers do to a router
-
-Made on {date} by `pointsman check all --out DIR`, on a CPU, with
-{versions}.
-
-Each line is held against float64 on tiny models ([what the lines mean](trainers.md)). "yes": the line holds; **no**:
-it does not; "-": the trainer has no such thing; empty: the line was not run. "own" is the loss or bias of the model's
-class or of the engine; "pointsman" is `pointsman.hf.balance`, or a router of ours in the engine's layer.
-"""
-
-
-def installed(name: str) -> str:
-    """The first package of a trainer that is not installed; "" if all are."""
-    try:
-        find_trainer(name)
-    except ImportError as error:
-        return str(error.name)
-    return ""
-
-
-def matrix(found: Mapping[tuple[str, str], Sequence[Verdict]], missing: Sequence[str]) -> str:
-    """The page: a table of trainers and lines, then what was found where a line does not hold or has no meaning."""
-    packages = sorted({package for name, _ in found for package in find_trainer(name).packages})
-    said = textwrap.fill(", ".join(f"{package} {version(package)}" for package in packages), 119)
-    marks = {True: "yes", False: "**no**", None: "-"}
-    by_line = [{one.line: marks[one.holds] for one in verdicts} for verdicts in found.values()]
-    columns = [line for line in LINES if any(line in row for row in by_line)]
-    lines = ["| trainer | balance | " + " | ".join(columns) + " |", "|---" * (len(columns) + 2) + "|"]
-    for (name, balance), row in zip(found, by_line, strict=True):
-        lines.append(f"| {name} | {balance} | " + " | ".join(row.get(line, "") for line in columns) + " |")
-    parts = [HEAD.format(date=datetime.now(UTC).date(), versions=said)]
-    if missing:
-        parts.append(f"Not installed: {', '.join(missing)}.\n")
-    parts.append("\n".join(lines) + "\n")
-    for (name, balance), verdicts in found.items():
-        parts.append(f"## {name}, {balance}\n")
-        parts.append("\n".join(f"- {one.line}: {marks[one.holds]}; {one.told}" for one in verdicts) + "\n")
-    return "\n".join(parts)
-
-
 def find_trainer(name: str) -> Trainer:
-    """A trainer by its name, or `FILE.py:function` or `module:function`, a step of your own.
+    """What `FILE.py:name` or `module:name` is: a subclass of `Trainer`, or a step of your own.
 
     Raises:
-        ValueError: no such trainer, file or function.
-        ImportError: its package is not installed.
+        ValueError: no such file or function.
     """
-    if name in TRAINERS:
-        file, _, of = TRAINERS[name].partition(":")
-        found: Trainer = getattr(importlib.import_module(f"pointsman.testing.trainers.{file}"), of)()
-        for package in found.packages:
-            try:
-                version(package)
-            except PackageNotFoundError:
-                raise ImportError(f"{name}: {package} is not installed", name=package) from None
-        return found
-    place, colon, function = name.rpartition(":")
+    place, colon, attribute = name.rpartition(":")
     if not colon:
-        raise ValueError(f"trainer {name!r}: {did_you_mean(name, [*TRAINERS, 'FILE.py:function'])}")
-    from pointsman.testing.trainers.loops import OwnStep
-
+        raise ValueError(f"trainer {name!r}: allowed: a function, FILE.py:function or module:function")
     if place.endswith(".py"):
         if not Path(place).is_file():
             raise ValueError(f"trainer {name!r}: there is no file {place}")
@@ -101,16 +48,16 @@ def find_trainer(name: str) -> Trainer:
         spec.loader.exec_module(module)
     else:
         module = importlib.import_module(place)
-    step = getattr(module, function, None)
-    if not callable(step):
-        raise ValueError(f"trainer {name!r}: {place} has no function {function!r}")
-    own = OwnStep(step)
-    own.name = name
-    return own
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        raise ValueError(f"trainer {name!r}: {place} has no function {attribute!r}")
+    if isinstance(found, type) and issubclass(found, Trainer):
+        return found()
+    return OwnStep(found, name)
 
 
 def verdicts(
-    trainer: str | Callable[..., object], balance: str = "own", lines: Sequence[str] = ()
+    trainer: str | Trainer | Callable[..., object], balance: str = "own", lines: Sequence[str] = ()
 ) -> Iterator[Verdict]:
     """The verdict of each line, as soon as it is there."""
     for line in lines:
@@ -118,16 +65,14 @@ def verdicts(
             raise ValueError(f"line {line!r}: {did_you_mean(line, LINES)}")
     if balance not in BALANCES:
         raise ValueError(f"balance {balance!r}: {did_you_mean(balance, BALANCES)}")
-    name = trainer if isinstance(trainer, str) else _reference(trainer)
-    found = find_trainer(name) if isinstance(trainer, str) else _own(trainer)
+    if isinstance(trainer, str):
+        found, name = find_trainer(trainer), trainer
+    elif isinstance(trainer, Trainer):
+        found, name = trainer, f"{type(trainer).__module__}:{type(trainer).__name__}"
+    else:
+        found, name = OwnStep(trainer), _reference(trainer)
     for line in lines or LINES:
         yield _ranks(found, name, balance) if line == "ranks" else judged(line, found, Setting(balance=balance))
-
-
-def _own(step: Callable[..., object]) -> Trainer:
-    from pointsman.testing.trainers.loops import OwnStep
-
-    return OwnStep(step)
 
 
 def _reference(step: Callable[..., object]) -> str:
@@ -140,7 +85,7 @@ def _reference(step: Callable[..., object]) -> str:
 
 
 def check_trainer(
-    trainer: str | Callable[..., object], balance: str = "own", lines: Sequence[str] = ()
+    trainer: str | Trainer | Callable[..., object], balance: str = "own", lines: Sequence[str] = ()
 ) -> tuple[Verdict, ...]:
     """What a trainer does to the router of a tiny mixture of experts, against float64: every line must hold.
 
@@ -152,7 +97,7 @@ def check_trainer(
 
     Args:
         trainer: a step of your own, which may also take `max_norm` (clip the gradients) and `bf16` (mixed precision);
-            or the name of one of `TRAINERS`.
+            or where one is, `FILE.py:function`; or a `Trainer`, of which `pointsman_lab.checks` has those of others.
         balance: "own": the loss or the bias of the model's class or of the engine; "pointsman": `hf.balance`, or a
             router of ours in the engine's layer.
         lines: which of `LINES`; none: all.
@@ -163,13 +108,12 @@ def check_trainer(
     Raises:
         AssertionError: lines do not hold: which, and what was found.
         ValueError: an unknown trainer, line or balance.
-        ImportError: the trainer's package is not installed.
     """
     if _ALONE in os.environ:
         raise ValueError("check_trainer was called again by the file of its step: write `if __name__ == '__main__':`")
     found = tuple(verdicts(trainer, balance, lines))
     if wrong := [f"{one.line}: {one.told}" for one in found if one.holds is False]:
-        name = trainer if isinstance(trainer, str) else getattr(trainer, "__name__", "step")
+        name = trainer if isinstance(trainer, str) else getattr(trainer, "__name__", "the trainer")
         raise AssertionError(f"{name} changes what the router learns: {'; '.join(wrong)}")
     return found
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
 from pointsman.testing.trainers.case import BIAS_RATE, DIM, Batch, NotApplicable, Setting
-from pointsman.testing.trainers.engines import OfEngine
-from pointsman.testing.trainers.layers import HIDDEN, Layer
+from pointsman_lab.checks.engines import OfEngine
+from pointsman_lab.checks.layers import HIDDEN, Layer
 
 
 class Megatron(OfEngine):

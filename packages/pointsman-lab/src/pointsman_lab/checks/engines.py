@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman.testing.trainers.case import BIAS_RATE, DIM, Batch, Setting
-from pointsman.testing.trainers.layers import HIDDEN, Layer, OfLayers
+from pointsman_lab.checks.layers import HIDDEN, Layer, OfLayers
 
 
 class OfEngine(OfLayers):

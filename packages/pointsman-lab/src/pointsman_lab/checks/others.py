@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pointsman.testing.trainers.case import RATE, VOCABULARY, Batch, NotApplicable, Setting, world
-from pointsman.testing.trainers.loops import OfTransformers, Rows, TransformersTrainer, quiet, stacked
+from pointsman.testing.trainers.own import OfTransformers
+from pointsman_lab.checks.loops import Rows, TransformersTrainer, quiet, stacked
 
 
 class Trl(TransformersTrainer):
@@ -149,20 +150,16 @@ class Lightning(OfTransformers):
         trainer.validate(module, data, verbose=False)
         model.train()
 
-    def resumed(self, steps: Sequence[Sequence[Batch]], setting: Setting) -> tuple[nn.Module, nn.Module]:
-        import tempfile
-
-        whole, first, second = (self.model(setting) for _ in range(3))
-        self.train(whole, steps, setting)
-        with tempfile.TemporaryDirectory() as folder:
-            file = os.path.join(folder, "one.ckpt")
-            trainer, module, data = self.fitted(first, steps, setting, max_steps=1)
-            trainer.fit(module, data)
-            trainer.save_checkpoint(file)
-            later = [*steps[1:], *steps[1:]]  # where it begins again in the data is not the router's matter
-            trainer, module, data = self.fitted(second, later, setting, max_steps=len(steps))
-            trainer.fit(module, data, ckpt_path=file)
-        return whole, second
+    def interrupted(
+        self, first: nn.Module, second: nn.Module, steps: Sequence[Sequence[Batch]], setting: Setting, folder: str
+    ) -> None:
+        file = os.path.join(folder, "one.ckpt")
+        trainer, module, data = self.fitted(first, steps, setting, max_steps=1)
+        trainer.fit(module, data)
+        trainer.save_checkpoint(file)
+        later = [*steps[1:], *steps[1:]]  # where it begins again in the data is not the router's matter
+        trainer, module, data = self.fitted(second, later, setting, max_steps=len(steps))
+        trainer.fit(module, data, ckpt_path=file)
 
 
 class DeepSpeed(OfTransformers):
@@ -202,16 +199,12 @@ class DeepSpeed(OfTransformers):
     def train(self, model: nn.Module, steps: Sequence[Sequence[Batch]], setting: Setting) -> None:
         self.steps(self.engine(model, steps[0], setting), steps)
 
-    def resumed(self, steps: Sequence[Sequence[Batch]], setting: Setting) -> tuple[nn.Module, nn.Module]:
-        import tempfile
-
-        whole, first, second = (self.model(setting) for _ in range(3))
-        self.train(whole, steps, setting)
-        with tempfile.TemporaryDirectory() as folder:
-            engine = self.engine(first, steps[0], setting)
-            self.steps(engine, steps[:1])
-            engine.save_checkpoint(folder)
-            engine = self.engine(second, steps[0], setting)
-            engine.load_checkpoint(folder)
-            self.steps(engine, steps[1:])
-        return whole, second
+    def interrupted(
+        self, first: nn.Module, second: nn.Module, steps: Sequence[Sequence[Batch]], setting: Setting, folder: str
+    ) -> None:
+        engine = self.engine(first, steps[0], setting)
+        self.steps(engine, steps[:1])
+        engine.save_checkpoint(folder)
+        engine = self.engine(second, steps[0], setting)
+        engine.load_checkpoint(folder)
+        self.steps(engine, steps[1:])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pointsman.testing.trainers import TRAINERS
 from pointsman.testing.trainers.case import Setting, Trainer
 from pointsman.testing.trainers.lines import LINES, judged
-from pointsman.testing.trainers.run import find_trainer, installed
+from pointsman_lab.checks import TRAINERS, find_trainer, installed
 
 QUICK = [line for line in LINES if line not in ("compiled", "ranks")]
 WRONG: dict[str, set[str]] = {
