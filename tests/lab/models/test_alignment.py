@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from pointsman.ops import relative
 from pointsman.ops.kernels import Kernels, using
 from pointsman.routers.mutual import posterior
-from pointsman_lab.models import attention_blocks, cross_entropy
+from pointsman_lab.models import attention_blocks
 from pointsman_lab.models.traced_attention import traced_attention
 
 
@@ -92,25 +92,3 @@ def test_aligned_bias_is_the_same(length: int) -> None:
             by_position = (query[:, :, row] + position[:, None]) * positions[:, None, length - 1 - row + column]
             expected = 0.5 * (by_position.sum(-1) + (content[:, None] * key[:, :, column]).sum(-1))
             torch.testing.assert_close(scores[:, :, row, column], expected.t())
-
-
-@pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("vocabulary", [5, 8, 205])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_padded_vocabulary(vocabulary: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "alignment", lambda _: 8)
-    hidden = torch.randn(16, 16, dtype=dtype, requires_grad=True)
-    weight, bias = torch.randn(vocabulary, 16, requires_grad=True), torch.randn(vocabulary, requires_grad=True)
-    if dtype == torch.float64:
-        weight, bias = (tensor.detach().double().requires_grad_() for tensor in (weight, bias))
-    targets = torch.randint(0, vocabulary, (16,))
-    with Strides() as seen:
-        losses = cross_entropy.linear_cross_entropy(hidden, weight, bias, targets)
-        found = torch.autograd.grad(losses.sum(), (hidden, weight, bias))
-    logits = hidden @ weight.to(dtype).t()
-    plain = torch.nn.functional.cross_entropy(logits.to(bias.dtype) + bias, targets, reduction="none")
-    tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 0.02, "atol": 0.2}
-    torch.testing.assert_close(losses, plain, **tolerance)
-    for got, value in zip(found, torch.autograd.grad(plain.sum(), (hidden, weight, bias)), strict=True):
-        torch.testing.assert_close(got, value, **tolerance)
-    assert not seen.odd

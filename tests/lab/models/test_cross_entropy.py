@@ -1,4 +1,4 @@
-"""Cross entropy of a linear layer in parts of the vocabulary, against torch's own."""
+"""Cross entropy of a linear layer in parts of the tokens, against torch's own."""
 
 import pytest
 import torch
@@ -15,10 +15,10 @@ def draw(dtype=torch.float64, tokens=11, vocabulary=190, dim=6):
     return hidden, weight, bias, torch.randint(vocabulary, (tokens,))
 
 
-@pytest.mark.parametrize("elements", [2**25, 11 * 90, 1])
+@pytest.mark.parametrize("elements", [2**22, 4 * 190, 1])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_equals_torch(monkeypatch, elements, dtype, tolerance):
-    monkeypatch.setattr(ops, "ELEMENTS", elements)
+    monkeypatch.setattr(ops, "FEW_LOGITS", elements)
     hidden, weight, bias, targets = draw(dtype)
     inputs = (hidden, weight, bias)
     expected = F.cross_entropy(F.linear(*inputs), targets, reduction="none")
@@ -29,12 +29,6 @@ def test_equals_torch(monkeypatch, elements, dtype, tolerance):
         torch.autograd.grad(got, inputs, upper), torch.autograd.grad(expected, inputs, upper), strict=True
     ):
         torch.testing.assert_close(mine, exact, rtol=tolerance, atol=tolerance)
-
-
-def test_gradcheck(monkeypatch):
-    monkeypatch.setattr(ops, "ELEMENTS", 1)
-    hidden, weight, bias, targets = draw(tokens=3, vocabulary=70, dim=2)
-    assert torch.autograd.gradcheck(lambda *args: linear_cross_entropy(*args, targets), (hidden, weight, bias))
 
 
 def test_autocast_computes_in_bfloat16_and_sums_in_float32():
@@ -49,7 +43,7 @@ def test_autocast_computes_in_bfloat16_and_sums_in_float32():
 
 
 def test_a_large_vocabulary_keeps_no_logits(monkeypatch):
-    monkeypatch.setattr(ops, "ELEMENTS", 2**13)
+    monkeypatch.setattr(ops, "FEW_LOGITS", 2**13)
     hidden, weight, bias, targets = draw(torch.float32, tokens=64, vocabulary=2000, dim=4)
     largest = 0
 

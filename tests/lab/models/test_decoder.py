@@ -9,7 +9,6 @@ from torch import Tensor
 from pointsman.routers.frame.registry import build_router, list_mixers, list_routers
 from pointsman_lab.models.decoder import Decoder, DecoderConfig
 from pointsman_lab.models.huggingface import load_theirs
-from pointsman_lab.models.memory import Memory
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 40, "num_layers": 2, "dim": 32, "num_heads": 4, "kv_heads": 2, "head_dim": 8, "hidden_dim": 24,
@@ -155,22 +154,6 @@ def test_a_memory_that_forgets_keeps_distances() -> None:
         got = model(tokens[:, 9:], memory=memory).logits
         alone = model(tokens[:, 5:]).logits[:, 4:]
     torch.testing.assert_close(got[:, :1], alone[:, :1], rtol=1e-5, atol=1e-5)
-
-
-def test_keys_are_turned_once_until_some_are_forgotten() -> None:
-    model, tokens, memory = build(num_layers=2), draw(2, 9), None
-    with torch.no_grad():
-        for place in range(9):
-            read = tokens[:, place : place + 1]
-            bare = None if memory is None else Memory.from_tensors(memory.to_tensors())
-            expected = model(read, memory=bare, memory_length=5)
-            got = model(read, memory=memory, memory_length=5)
-            memory = got.memory
-            assert bool(memory.turned) == (place < 5)
-            torch.testing.assert_close(got.logits, expected.logits, rtol=1e-5, atol=1e-5)
-    kept = model(tokens, memory_length=20).memory
-    assert not kept.turned, "with gradients"
-    assert model(tokens[:, :4]).memory.length == 0
 
 
 def test_the_loss_is_the_cross_entropy_and_trains_everything() -> None:

@@ -7,7 +7,6 @@ linear in T: where a mask is needed that differs between queries, they are worke
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,6 @@ from pointsman.ops.drawing import dropout as drop
 from pointsman.ops.linear import linear
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routing import AttentionTrace
-from pointsman_lab.models.memory import appended
 
 ROWS = 256  # queries a block where each has a mask or bias of its own
 
@@ -25,16 +23,8 @@ Bias = Callable[[int, int], Tensor]
 """(start, stop) of a block of queries -> what is added to their scaled products, broadcastable to [B, H, rows, S]."""
 
 
-class Rotate(Protocol):
-    """Rotates positions into queries and keys."""
-
-    def __call__(self, heads: Tensor, first: int) -> Tensor:
-        """Queries [B, T, H, D], the first at this position -> the same, rotated."""
-        ...
-
-    def keys(self, keys: Tensor) -> Tensor:
-        """All keys [B, S, G, D] -> the same, rotated."""
-        ...
+Rotate = Callable[[Tensor, int], Tensor]
+"""(queries or keys [B, S, H, D], the position of the first) -> the same with positions rotated in."""
 
 
 class Attention(nn.Module):
@@ -112,12 +102,12 @@ class Attention(nn.Module):
         if keep or (memory is not None and memory.shape[1]):
             kept = torch.cat([key, value], -1)
             if memory is not None and memory.shape[1]:
-                kept = appended(memory, kept)
+                kept = torch.cat([memory.to(kept.dtype), kept], 1)
                 key, value = kept.chunk(2, -1)
         query = query.view(*query.shape[:2], self.num_heads, self.head_dim)
         key, value = (one.view(*one.shape[:2], self.kv_heads, self.head_dim) for one in (key, value))
         if rotate is not None:
-            query, key = rotate(query, key.shape[1] - query.shape[1]), rotate.keys(key)
+            query, key = rotate(query, key.shape[1] - query.shape[1]), rotate(key, 0)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         side_by_side = _flat(self._attend(query, key, value, key_mask, causal, bias))
         bare = linear(side_by_side, self.output.weight)

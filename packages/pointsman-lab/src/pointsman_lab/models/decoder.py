@@ -9,7 +9,7 @@ Shapes: B sequences, T tokens, M remembered positions, S = M + T keys, D head wi
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
@@ -22,18 +22,14 @@ from pointsman._values import check_whole
 from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear
 from pointsman.routing import AttentionTrace, RouterState
-from pointsman_lab.models.attention import Attention, Rotate
+from pointsman_lab.models.attention import Attention
 from pointsman_lab.models.blocks import FeedForwardLayer, LayerContext, RouterStates
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.models.cross_entropy import linear_cross_entropy
 from pointsman_lab.models.initial import initialize, seeded
 from pointsman_lab.models.memory import Memory, mask_of_keys
-from pointsman_lab.models.norm import rms_norm
-from pointsman_lab.models.rotary import Turns, angles
+from pointsman_lab.models.rotary import Rotation, angles
 from pointsman_lab.models.stack import LanguageModel, Sublayer
-
-FEW_LOGITS = 2**22
-"""Up to so many logits are kept for backward; more are computed in parts, twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,17 +88,12 @@ class RootMeanSquareNorm(nn.RMSNorm):
 
     role = "norm"
 
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.weight is not None
-        assert self.eps is not None
-        return rms_norm(x, self.weight, self.eps)
-
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderContext(LayerContext):
     """What every layer needs; `rotate` turns queries and keys by their positions."""
 
-    rotate: Rotate
+    rotate: Rotation
 
 
 class DecoderLayer(FeedForwardLayer):
@@ -194,19 +185,16 @@ class Decoder(LanguageModel[DecoderConfig]):
         memory = self.checked(
             memory, embedded, 2 * (self.config.kv_heads or self.config.num_heads) * self.config.head_dim
         )
-        turns = Turns(*self._rotation(memory.length + tokens.shape[1], embedded), memory.turned)
         context = DecoderContext(
             key_mask=mask_of_keys(memory, padding_mask, tokens),
             padding_mask=padding_mask,
             token_ids=tokens,
             causal=not self.config.allow_non_causal,
             remember=memory_length > 0,
-            rotate=turns,
+            rotate=Rotation(*self._rotation(memory.length + tokens.shape[1], embedded)),
         )
         hidden, kept = self.run_layers(self._drop(embedded), context, memory, memory_length)
         assert kept is not None
-        if turns.keys_turned and kept.length == memory.length + tokens.shape[1]:  # nothing is forgotten
-            kept = replace(kept, turned=tuple(turns.keys_turned))
         return self.final_norm(hidden), kept
 
     def _rotation(self, keys: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -229,7 +217,6 @@ class DecoderEmbedding(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, dim))
         self.output = None if tied else nn.Parameter(torch.empty(vocab_size, dim))
-        self.register_buffer("zero", torch.zeros(vocab_size), persistent=False)
 
     @property
     def output_weight(self) -> Tensor:
@@ -246,7 +233,4 @@ class DecoderEmbedding(nn.Module):
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Nats for each token: hidden [tokens, dim], targets [tokens] -> [tokens]."""
-        if hidden.dtype in (torch.float32, torch.float64) and len(hidden) * len(self.weight) <= FEW_LOGITS:
-            return F.cross_entropy(self.logits(hidden).to(hidden.dtype), targets, reduction="none")
-        zero: Tensor = self.zero  # type: ignore[assignment]
-        return linear_cross_entropy(hidden, self.output_weight, zero, targets)
+        return linear_cross_entropy(hidden, self.output_weight, None, targets)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from threading import Lock
 
 import torch
 from torch import Tensor
@@ -24,21 +23,18 @@ class Memory:
             values (decoder).
         carries: layer name -> what its router carries on, tensors [B, M, ...], detached.
         padding: [B, M] bool, True for a real token; None where all are real.
-        turned: of a decoder, the keys of each layer with positions rotated in, which spares doing it anew; () = none.
-            Not part of a checkpoint.
     """
 
     hidden: tuple[Tensor, ...]
     carries: Mapping[str, RouterState] = field(default_factory=dict)
     padding: Tensor | None = None
-    turned: tuple[Tensor, ...] = ()
 
     @property
     def length(self) -> int:
         return self.hidden[0].shape[1]
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """All tensors but `turned` by name, for a checkpoint; `from_tensors` is the inverse."""
+        """All tensors by name, for a checkpoint; `from_tensors` is the inverse."""
         tensors = {f"hidden/{index}": hidden.contiguous() for index, hidden in enumerate(self.hidden)}
         for layer, carry in self.carries.items():
             tensors |= {f"carry/{layer}/{name}": value for name, value in carry.items()}
@@ -79,44 +75,6 @@ class Output:
     logits: Tensor | None
     hidden: Tensor
     memory: Memory | None
-
-
-class _Room:
-    """Memory that a tensor of earlier positions can grow into: `buffer` [B, capacity, ...], of which `used` are."""
-
-    def __init__(self, buffer: Tensor, used: int) -> None:
-        self.buffer, self.used = buffer, used
-        self.lock = Lock()
-
-    def claim(self, start: int, stop: int) -> bool:
-        """Whether the caller may write the positions `start:stop`: nobody has, and nobody else will."""
-        with self.lock:
-            frozen = self.buffer.is_inference() and not torch.is_inference_mode_enabled()
-            free = start == self.used and stop <= self.buffer.shape[1] and not frozen
-            if free:
-                self.used = stop
-            return free
-
-
-def appended(before: Tensor, new: Tensor) -> Tensor:
-    """[B, M, ...] and [B, T, ...] -> [B, M + T, ...].
-
-    Without gradients, and where T is small, the result is a part of memory with room for a quarter more: the next call
-    then copies the new positions only. Nothing that was returned ever changes: whoever appends to the same tensor a
-    second time gets a copy.
-    """
-    start, stop = before.shape[1], before.shape[1] + new.shape[1]
-    few = 4 * new.shape[1] <= start
-    if not few or torch.is_grad_enabled() or torch.compiler.is_compiling() or before.dtype != new.dtype:
-        return torch.cat([before.to(new.dtype), new], 1)
-    room: _Room | None = getattr(before, "room", None)
-    if room is None or not room.claim(start, stop):
-        room = _Room(before.new_empty(len(before), stop + stop // 4 + 16, *before.shape[2:]), stop)
-        room.buffer[:, :start] = before
-    room.buffer[:, start:stop] = new
-    result = room.buffer[:, :stop]
-    result.room = room  # type: ignore[attr-defined]
-    return result
 
 
 def newest(tensor: Tensor, count: int) -> Tensor:
