@@ -130,14 +130,25 @@ def test_mistakes_are_one_line() -> None:
         assert "not divided by parallelize: under DDP, which averages gradients, leave ranks out" in whole
 
 
-def test_ranks_that_differ_at_the_first_step_are_refused_on_all() -> None:
+@pytest.mark.parametrize("layout", ["", "experts=2"])
+def test_weights_that_rank_0_alone_draws(layout: str) -> None:
+    """No other rank ever holds the model: its half, and a group."""
+    first, other = on_ranks("placed", 2, layout=layout)
+    for found in (first, other):
+        assert [found["same"], found["shared"], found["half"]] == [True, True, True]
+        assert found["most"][0] > 1
+    assert other["most"][1] < 0.75
+
+
+def test_ranks_that_differ_are_refused_on_all() -> None:
     """Unequal rows are right where a router neither draws nor compares sequences."""
     one, other = on_ranks("differing_steps", 2)
     assert one == other
-    assert one.pop("smoe:balance=0.1") == ""
+    assert one.pop("smoe:balance=0.1") == one.pop("smoe:balance=0.1 later") == ""
     for what, line in one.items():
-        named = what if what in ("k", "loss_scale", "autocast") else f"router '{what}' every rank needs as many"
-        assert line.startswith("ranks differ in layer '0' at the first step: ")
+        spec, _, later = what.partition(" ")
+        named = what if what in ("k", "loss_scale", "autocast") else f"router '{spec}' every rank needs as many"
+        assert line.startswith(f"ranks differ in layer '0' at {'a later' if later else 'the first'} step: ")
         assert named in line
     assert "rank 0 has (3, 6), rank 1 has (4, 6)" in one["vmoe"]
 

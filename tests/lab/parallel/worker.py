@@ -9,6 +9,8 @@ import os
 import sys
 import traceback
 import warnings
+import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pointsman import MoE, record_routing, replay_routing, set_top_k, step_end
 from pointsman._errors import RunError, Stopped
@@ -26,7 +30,7 @@ from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.experts.combine import PerPair
 from pointsman.experts.modules import EXPERTS
 from pointsman.ops import kernels
-from pointsman.ops.exchange import Exchange
+from pointsman.ops.exchange import Exchange, local_part
 from pointsman.parallel.layout import Layout
 from pointsman.parallel.shard import clip_gradient, gradient_norm, parallelize, parameter_groups, whole_tensors
 from pointsman.parallel.start import one_after_another, start
@@ -101,13 +105,15 @@ def invariant(
 ) -> dict[str, tuple[float, str]]:  # fmt: skip
     """Spec and layout -> the largest difference to one process with the whole batch, and of what.
 
-    The one process checkpoints no activations. Each rank is the one process for some of the specs.
+    The one process checkpoints no activations. Each rank is the one process for some of the specs. Rank 0 alone draws
+    the weights.
     """
     found = {}
 
     def run(spec: str, layout: str | None) -> dict[str, Tensor]:
         with kernels.using(kernels.Kernels("plain")):
-            model = build(spec, experts, checkpointing and layout is not None, **(changes or {}))
+            with on_first(ranks if layout is not None else ALONE):
+                model = build(spec, experts, checkpointing and layout is not None, **(changes or {}))
             if layout is None:
                 return train(model, ALONE, sgd=sgd)
             parallelize(model, Layout.parse(layout, ranks.count), ranks)
@@ -124,6 +130,61 @@ def invariant(
                 worst = max(differences, key=lambda name: (math.isnan(differences[name]), differences[name]))
                 found[f"{spec} {layout}"] = (differences[worst], worst)
     return found
+
+
+def on_first(ranks: Ranks) -> Any:
+    """Where a model is built that rank 0 alone gives weights."""
+    return nullcontext() if ranks.first else torch.device("meta")
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the tensors that are made inside and alive, and the most there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, tuple[int, Any]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor) and not tensor.is_meta and not isinstance(tensor, DTensor):
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if key not in self.alive:
+                    self.alive[key] = storage.nbytes(), weakref.ref(storage, lambda _, key=key: self.alive.pop(key))
+        self.most = max(self.most, sum(size for size, _ in self.alive.values()))
+        return found
+
+
+def placed(ranks: Ranks, layout: str) -> dict[str, Any]:
+    """A model whose weights rank 0 alone draws, against one that every rank draws.
+
+    Returns:
+        Of both: the most bytes of tensors alive until it is divided, over those of the whole model. Whether four steps
+        leave the same bits, whether shared weights stay shared, and whether experts that are gathered in bfloat16 leave
+        the bits of those that are not.
+    """
+
+    def fresh(by_first: bool, gather: torch.dtype | None = None) -> tuple[TransformerXL, float]:
+        with Live() as live:
+            with on_first(ranks) if by_first else nullcontext():
+                model = build("hyperrouter:share=true:balance=0.05+similarity", num_layers=6, hidden_dim=256).float()
+                model.layers[0].twin, model.layers[5].twin = (nn.Linear(4, 4) for _ in range(2))
+                model.layers[5].twin.weight = model.layers[0].twin.weight
+            size = sum(one.nbytes for one in {*model.parameters(), *model.buffers()})
+            parallelize(model, Layout.parse(layout, ranks.count), ranks, gather=gather)
+        return model, live.most / size
+
+    def bits(model: TransformerXL) -> dict[str, Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return {name: local_part(tensor) for name, tensor in train(model, ranks).items()}
+
+    (every, all_whole), (first, one_whole) = fresh(False), fresh(True)
+    shared = first.layers[5].twin.weight is first.layers[0].twin.weight
+    expected, found, half = bits(every), bits(first), bits(fresh(True, torch.bfloat16)[0])
+    same = [all(torch.equal(one[name], tensor) for name, tensor in expected.items()) for one in (found, half)]
+    return {"most": [all_whole, one_whole], "same": same[0], "shared": shared, "half": same[1]}
 
 
 def exchange(ranks: Ranks) -> dict[str, Any]:
@@ -401,7 +462,7 @@ def refused(ranks: Ranks) -> list[str]:
 def differing_steps(ranks: Ranks) -> dict[str, str]:
     """What ranks say that differ at the first step: what is wrong -> the error, "" = it is right."""
 
-    def step(spec: str, rows: int, k: int = 2, scale: float = 1.0, half: bool = False) -> str:
+    def step(spec: str, *rows: int, k: int = 2, scale: float = 1.0, half: bool = False) -> str:
         torch.manual_seed(0)
         model = parallelize(
             nn.Sequential(MoE(8, 8, 4, router=spec, attach_losses=True), nn.Tanh()), Layout(ranks.count), ranks
@@ -410,13 +471,15 @@ def differing_steps(ranks: Ranks) -> dict[str, str]:
         set_loss_scale(model, scale)
         try:
             with torch.autocast("cpu", torch.bfloat16, enabled=half):
-                model(torch.randn(rows, 6, 8)).float().sum().backward()
+                for count in rows:
+                    model(torch.randn(count, 6, 8)).float().sum().backward()
         except RunError as error:
             return str(error)
         return ""
 
     rank = ranks.rank
     unequal = {spec: step(spec, 3 + rank) for spec in ("smoe:balance=0.1", *NEED_EQUAL_ROWS)}
+    unequal |= {f"{spec} later": step(spec, 3, 4, 3 + rank) for spec in ("smoe:balance=0.1", *NEED_EQUAL_ROWS)}
     others = {"k": step("smoe", 3, k=1 + rank), "loss_scale": step("smoe", 3, scale=1 + rank)}
     return {**unequal, **others, "autocast": step("smoe", 3, half=rank == 1)}
 

@@ -4,12 +4,12 @@ Active parameters are those that a token meets, k experts a sparse layer among t
 parameter and token, and six a pair of positions and number of heads' width in attention, of which a causal model
 computes half (Kaplan et al., 2020, arXiv:2001.08361, section 2.1, with attention counted exactly).
 
-With P parameters in A replicas of S shards and everything in float32, as `parallelize` has it:
+With P parameters in A replicas of S shards in float32, trained in bfloat16, as `parallelize` has it:
 
     state      16 P / S bytes a GPU: weights, gradients, Adam's two moments
-    gathered   12 (P_experts / R (1 - 1 / S_experts) + P_dense (1 - 1 / S)) + 8 P / S (1 - 1 / A) bytes that reach a GPU
-               in a micro-batch: weights in forward and again in backward, and gradients over shards (of embeddings,
-               weights once); gradients over replicas, in a ring
+    gathered   8 P_experts / R (1 - 1 / S_experts) + 12 P_dense (1 - 1 / S) + 8 P / S (1 - 1 / A) bytes that reach a GPU
+               in a micro-batch: weights (of experts in bfloat16) in forward and again in backward, and gradients over
+               shards (of embeddings, weights once); gradients over replicas, in a ring
     exchanged  8 D (R - 1) / R d bytes a token and sparse layer that leave a GPU, in forward and backward, in bfloat16
 
 R ranks divide the experts of a layer, S = R S_experts, and D = R (1 - C(E - E / R, k) / C(E, k)) of them hold one of a
@@ -36,7 +36,7 @@ from pointsman_lab.models.config import ModelConfig, build_model
 from pointsman_lab.models.cost import parameter_table
 
 STATE, FLOAT, HALF = 16, 4, 2
-"""Bytes: of a parameter that trains with Adam, of a weight or gradient that is gathered, of a number exchanged."""
+"""Bytes: of a parameter that trains with Adam, of a weight or gradient, of a number in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,13 @@ def state_bytes(shape: Shape, layout: Layout) -> float:
 
 def gathered_bytes(shape: Shape, layout: Layout) -> float:
     """Bytes of weights and gradients that reach a GPU in a micro-batch; tokens that travel are not in it."""
-    experts = 3 * shape.sparse_layers * shape.expert_parameters / layout.experts * (1 - 1 / layout.expert_shards)
+    experts = (
+        (2 * HALF / FLOAT + 1)
+        * shape.sparse_layers
+        * shape.expert_parameters
+        / layout.experts
+        * (1 - 1 / layout.expert_shards)
+    )
     dense = (3 * shape.dense_parameters - shape.embeddings) * (1 - 1 / layout.shards)
     copies = 2 * shape.parameters / layout.shards * (1 - 1 / layout.replicas)
     return FLOAT * (experts + dense + copies)

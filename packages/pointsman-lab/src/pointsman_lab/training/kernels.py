@@ -74,8 +74,12 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
 
 def autocast(config: RunConfig, device: torch.device) -> torch.autocast:
     """A context in which models compute in bfloat16 where the settings ask for it; "auto": on CUDA."""
-    wanted = config.precision == "bfloat16" or (config.precision == "auto" and device.type == "cuda")
-    return torch.autocast(device.type, torch.bfloat16, enabled=wanted)
+    return torch.autocast(device.type, torch.bfloat16, enabled=in_bfloat16(config, device))
+
+
+def in_bfloat16(config: RunConfig, device: torch.device) -> bool:
+    """Whether models compute under autocast."""
+    return config.precision == "bfloat16" or (config.precision == "auto" and device.type == "cuda")
 
 
 def seed_step(seed: int, step: int) -> None:

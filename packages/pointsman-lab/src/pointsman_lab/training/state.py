@@ -31,7 +31,7 @@ from pointsman_lab.training.failures import (
     what_diverged,
 )
 from pointsman_lab.training.graph import Batches, GraphedStep, Memories, Observe, PassResult, cuda_recorder
-from pointsman_lab.training.kernels import autocast, seed_step
+from pointsman_lab.training.kernels import autocast, in_bfloat16, seed_step
 from pointsman_lab.training.objectives import with_a_target
 from pointsman_lab.training.optimizer import (
     build_adam,
@@ -87,14 +87,19 @@ class TrainingState:
         self.stopping = False
         self.device = device
         self.task = task
-        self.model = task.build_model(config)
+        # one rank draws the weights; a model that starts from a run's is read by each
+        on_meta = not ranks.first and not config.own.get("start_from")
+        with torch.device("meta") if on_meta else nullcontext():
+            self.model = task.build_model(config)
         if config.cuda_graph and recorder is None:
             routers = [router for _, router in named_routers(self.model)]
             recorder = cuda_recorder(config, device, routers, fixed_shapes=task.fixed_shapes)
-        self.model.to(device)
         self.layout = layout or Layout(ranks.count)
         if ranks.count > 1:
-            parallelize(self.model, self.layout, ranks)
+            gather = torch.bfloat16 if in_bfloat16(config, device) else None
+            parallelize(self.model, self.layout, ranks, device=device.type, gather=gather)
+        else:
+            self.model.to(device)
         self.batches = task.batches(config, device)
         self.objective = task.objective(self.model, config)
         self.tokens_per_step = self.batches.tokens_per_step

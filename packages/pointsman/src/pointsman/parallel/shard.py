@@ -8,8 +8,9 @@ the sum over the ranks that sent it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,10 +30,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def parallelize(model: nn.Module, layout: Layout, ranks: Ranks) -> nn.Module:
+def parallelize(
+    model: nn.Module, layout: Layout, ranks: Ranks, *, device: str | None = None, gather: torch.dtype | None = None
+) -> nn.Module:
     """Divides a model over the ranks of `start`, in place, before its optimizer is built; returns it.
 
-    Every rank must hold the same weights, and give the model its own rows of each batch (`ranks.rows`). The loss that
+    Every rank must hold the same weights, or rank 0 the weights and each other a model built under
+    `torch.device("meta")`, which takes them from rank 0: then no other rank ever holds more than its parts and one
+    group whole. Every rank gives the model its own rows of each batch (`ranks.rows`). The loss that
     a rank differentiates is its part of the batch's: for a mean over tokens, the sum over its tokens divided by the
     tokens of all ranks. Balance losses are those of the whole batch. `step_end` after each optimizer step adds up the
     running statistics. Use `gradient_norm` and `clip_gradient`: torch's own take no parameters of several meshes.
@@ -42,6 +47,10 @@ def parallelize(model: nn.Module, layout: Layout, ranks: Ranks) -> nn.Module:
             a ModuleList that hold an MoE layer), and the rest.
         layout: how the ranks divide it.
         ranks: who shares the batch.
+        device: "cpu" or "cuda", where the parts are to lie: a model on the CPU moves there group by group. None: where
+            it is.
+        gather: dtype that the experts' weights are gathered in, and used in. With autocast's, under which every
+            forward then has to run, half as many bytes give the same bits. None: their own.
 
     Raises:
         RunError: a layout of another number of ranks; experts that it does not divide; a router that one process only
@@ -52,22 +61,34 @@ def parallelize(model: nn.Module, layout: Layout, ranks: Ranks) -> nn.Module:
     if layout.world != ranks.count:
         raise RunError(f"layout {layout} is of {layout.world} ranks; there are {ranks.count}")
     layers = check_layers(model, layout)
-    ranks.agree(_digest(model), "the initial weights")
     if ranks.count == 1:
-        return model
+        return model if device is None else model.to(device)
+    awaited = ranks.gather(any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers())))
+    if awaited[0]:
+        raise RunError("parallelize: the model of rank 0 is on meta; it must hold the weights")
+    ranks.agree(_digest(model, values=not any(awaited)), "the initial weights")
     _without_scalars(model)
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
-    dense, sparse = _meshes(next(model.parameters()).device.type, layout)
+    kind = device or ranks.gather(next(model.parameters()).device.type)[0]
+    dense, sparse = _meshes(kind, layout)
+    taken = partial(_of_first, ranks=ranks, device=kind) if any(awaited) else None
+    if taken:
+        torch.set_rng_state(ranks.gather(torch.get_rng_state())[0])  # to draw a model advances it
+    move = taken or (lambda tensor: tensor.to(kind))
+    model._apply(lambda tensor: tensor if isinstance(tensor, nn.Parameter) else move(tensor))  # type: ignore[no-untyped-call]
     for module in model.modules():
         if isinstance(getattr(module, "ranks", None), Ranks):  # routers, their stages, and what draws for each row
             setattr(module, "ranks", ranks)  # noqa: B010
     for name, layer in layers.items():
-        _divide(layer.experts, sparse, layout)
-        _check_first_step(name, layer, ranks)
+        _take([layer.experts], taken)
+        _divide(layer.experts, sparse, layout, gather)
+        _check_steps(name, layer, ranks, gather)
     blocks = _blocks(model)
     for together in _that_share(blocks):
+        _take(together, taken)
         fully_shard(together, mesh=dense)
+    _take([model], taken)
     fully_shard(model, mesh=dense)
     for block in blocks:  # what the lab's models enter besides forward: an extra sparse layer, a translator's parts
         if "forward" not in type(block).__dict__ and hasattr(block, "mix"):
@@ -106,24 +127,35 @@ def check_layers(model: nn.Module, layout: Layout) -> dict[str, MoE]:
     return layers
 
 
-def _check_first_step(name: str, layer: MoE, ranks: Ranks) -> None:
+def _check_steps(name: str, layer: MoE, ranks: Ranks, gather: torch.dtype | None) -> None:
     """At the first forward in training, every rank refuses what other ranks do otherwise, and what would be wrong.
 
-    A router that draws in training, or compares sequences, takes this rank's rows for a W-th of the batch.
+    A router that draws in training, or compares sequences, takes this rank's rows for a W-th of the batch: their number
+    is compared at every forward in training.
     """
+    spec = layer.router.spec
+    rows, met = f"rows and tokens (with router {spec!r} every rank needs as many)", False
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def check(router: Router, arguments: tuple[Any, ...]) -> None:
+        nonlocal met
         if not router.training:
             return
-        handle.remove()
         hidden = arguments[0]
-        dtype = torch.get_autocast_dtype(hidden.device.type) if autocast_enabled(hidden.device.type) else "off"
-        found: dict[str, Any] = {"dtype": hidden.dtype, "autocast": dtype, "k": router.top_k}
-        found["loss_scale"] = float(layer.delivery.scale)
-        if router.training_stochastic or not router.training_batch_invariant or (layer.shared and layer.shared.dropout):
-            found[f"rows and tokens (with router {router.spec!r} every rank needs as many)"] = tuple(hidden.shape[:-1])
-        ranks.agree(found, f"layer {name!r} at the first step")
+        shape = tuple(hidden.shape[:-1])
+        equal = router.training_stochastic or not router.training_batch_invariant or (
+            layer.shared is not None and layer.shared.dropout > 0
+        )  # fmt: skip
+        if not met:
+            met = True
+            dtype = torch.get_autocast_dtype(hidden.device.type) if autocast_enabled(hidden.device.type) else "off"
+            found: dict[str, Any] = {"dtype": hidden.dtype, "autocast": dtype, "k": router.top_k}
+            found |= {"loss_scale": float(layer.delivery.scale), **({rows: shape} if equal else {})}
+            ranks.agree(found, f"layer {name!r} at the first step")
+            if gather not in (None, dtype):
+                raise RunError(f"layer {name!r}: experts gathered in {gather} need autocast to it; autocast is {dtype}")
+            if not equal:
+                handle.remove()
 
     handle = layer.router.register_forward_pre_hook(check)
 
@@ -194,17 +226,42 @@ def _meshes(kind: str, layout: Layout) -> tuple[DeviceMesh, DeviceMesh]:
     )
 
 
-def _digest(model: nn.Module) -> str:
-    """Equal for equal weights: sums of all floating-point tensors, and with weights that tell places apart."""
+def _of_first(tensor: Tensor, ranks: Ranks, device: str) -> Tensor:
+    """Rank 0's values of a tensor, which may be on meta elsewhere, on this device of every rank."""
+    import torch.distributed as dist
+
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    values = tensor.detach().to(device).contiguous() if ranks.first else empty
+    if values.numel():
+        dist.broadcast(values.view(-1).view(torch.uint8), group=ranks.group, group_src=0)
+    return values
+
+
+def _take(modules: list[nn.Module], taken: Callable[[Tensor], Tensor] | None) -> None:
+    """Gives every parameter of the modules that is not divided yet its values, if it has none; tied ones stay tied."""
+    found: dict[nn.Parameter, nn.Parameter] = {}
+    for part in chain.from_iterable(module.modules() for module in modules if taken):
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if taken and local_part(parameter) is parameter:
+                if parameter not in found:
+                    found[parameter] = nn.Parameter(taken(parameter), requires_grad=parameter.requires_grad)
+                setattr(part, name, found[parameter])
+
+
+def _digest(model: nn.Module, values: bool) -> str:
+    """Equal for equal weights: sums of all floating-point tensors, and with weights that tell places apart.
+
+    Without `values`, for equal names and shapes.
+    """
     import hashlib
 
     digest = hashlib.blake2b(digest_size=8)
     for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        if tensor.numel() and not tensor.is_meta:
-            values = tensor.detach().double().reshape(-1)
-            places = torch.arange(1, len(values) + 1, dtype=torch.float64, device=values.device)
-            digest.update(repr((float(values.sum()), float((values / places).sum()))).encode())
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        if tensor.numel() and values:
+            flat = tensor.detach().double().reshape(-1)
+            places = torch.arange(1, len(flat) + 1, dtype=torch.float64, device=flat.device)
+            digest.update(repr((float(flat.sum()), float((flat / places).sum()))).encode())
     return digest.hexdigest()
 
 
@@ -216,9 +273,9 @@ def _without_scalars(model: nn.Module) -> None:
                 setattr(module, name, nn.Parameter(parameter.detach().view(1), requires_grad=parameter.requires_grad))
 
 
-def _divide(experts: Experts | BaseExperts, mesh: DeviceMesh, layout: Layout) -> None:
+def _divide(experts: Experts | BaseExperts, mesh: DeviceMesh, layout: Layout, gather: torch.dtype | None) -> None:
     """Puts a layer's experts on their ranks, and shards each rank's further."""
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
 
     if layout.experts > 1:
@@ -234,7 +291,12 @@ def _divide(experts: Experts | BaseExperts, mesh: DeviceMesh, layout: Layout) ->
     def placement(parameter: nn.Parameter) -> Any:
         return Shard(0) if by_expert or parameter.dim() < 2 else Shard(1)
 
-    fully_shard(experts, mesh=mesh["replicas", "expert_shards"], shard_placement_fn=placement)
+    # gradients are added up in the weights' own dtype, whatever they were gathered in
+    policy = MixedPrecisionPolicy(
+        gather, next(experts.parameters()).dtype if gather else None, cast_forward_inputs=False
+    )
+    where = mesh["replicas", "expert_shards"]
+    fully_shard(experts, mesh=where, shard_placement_fn=placement, mp_policy=policy)
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
