@@ -156,6 +156,11 @@ def _check_steps(name: str, layer: MoE, ranks: Ranks, gather: torch.dtype | None
                 raise RunError(f"layer {name!r}: experts gathered in {gather} need autocast to it; autocast is {dtype}")
             if not equal:
                 handle.remove()
+        elif equal:
+            own = torch.tensor([*shape[:1], math.prod(shape)], dtype=torch.float64)
+            total, squares = ranks.total(own, own.square())
+            if not torch.equal(total.square(), ranks.count * squares):  # of all ranks: each comes here, or none
+                ranks.agree({rows: shape}, f"layer {name!r} at a later step")
 
     handle = layer.router.register_forward_pre_hook(check)
 
