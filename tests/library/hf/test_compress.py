@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pointsman import hf
+from pointsman.hf.compress import _cuttable
 from pointsman.hf.cutting import METHODS, cut, distil, plan
 from pointsman.hf.gates import find_gates
 from pointsman.hf.text import text_batches
 from tests.library.hf import zoo
+from tests.library.hf.compatibility import output_of
 from tests.library.hf.test_audit import texts, tokenizer
 from tests.library.hf.test_replace import spread
 
@@ -147,6 +151,109 @@ def test_the_search_is_not_worse_than_its_start_and_distillation_helps(monkeypat
     assert float((logits(start) - logits(model)).square().mean()) < far
 
 
+def mixed(model: Any) -> tuple[Any, Any]:
+    """The model with 6 experts in all layers but the last, which has 4; and one made of two even models."""
+    gates = find_gates(model)
+    last = gates[-1].layer
+    few, more = ({gate.layer: [[one] for one in kept] for gate in gates} for kept in ([0, 3, 5, 7], [0, 1, 2, 4, 5, 6]))
+    found, six = cut(model, gates, {**more, last: few[last]}), cut(model, gates, more)
+    six.set_submodule(last, cut(model, gates, few).get_submodule(last))
+    return found, six
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_layers_of_several_sizes_in_every_class(tmp_path: Path) -> None:
+    refused, alone = {}, []
+    for name in zoo.moe_modules():
+        model = spread(zoo.tiny_model(name))
+        try:
+            gates, _, _ = _cuttable(model, 6, "reap")
+        except ValueError as error:
+            refused[name] = str(error)
+            continue
+        if len(gates) < 2:
+            alone.append(name)
+            continue
+        uneven, expected = mixed(model)
+        assert torch.equal(output_of(uneven), output_of(expected)), name
+        uneven.save_pretrained(tmp_path / name)
+        loaded = type(uneven).from_pretrained(tmp_path / name).eval()
+        assert torch.allclose(output_of(loaded), output_of(uneven), atol=1e-5), name
+    assert set(alone) == {"jamba", "nemotron_h"}  # one sparse layer of two
+    assert set(refused) == {
+        "dbrx", "deepseek_v4", "doge", "inkling", "jetmoe", "llama4", "longcat_flash", "nllb_moe", "step3p7",
+        "switch_transformers", "vitpose_backbone", "zaya",
+    }  # fmt: skip
+
+
+ALONE = """
+import sys, torch, transformers
+assert not any(name.startswith("pointsman") for name in sys.modules)
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+ids = torch.load(sys.argv[2])
+torch.save(model(input_ids=ids).logits.detach(), sys.argv[3])
+try:
+    transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=False)
+except RuntimeError as error:
+    assert "mismatched" in str(error)
+else:
+    raise AssertionError("the folder loads as a model of even layers")
+"""
+
+
+@pytest.mark.slow
+def test_transformers_alone_loads_layers_of_several_sizes(tmp_path: Path) -> None:
+    from pointsman.hf.loading import load_model
+
+    model, _ = mixed(spread(zoo.tiny_model("mixtral")))
+    model.save_pretrained(tmp_path / "uneven")
+    torch.save(IDS, tmp_path / "ids")
+    words = [str(tmp_path / one) for one in ("uneven", "ids", "logits")]
+    given = {"HF_HOME": str(tmp_path / "home"), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, "-c", ALONE, *words], env=given, check=True, cwd=tmp_path)
+    assert torch.allclose(torch.load(tmp_path / "logits"), logits(model), atol=1e-6)
+    assert torch.equal(logits(load_model(words[0])), logits(model))  # without the folder's code
+
+
+@pytest.mark.parametrize("method", [*METHODS])
+def test_uneven_layers_under_one_budget(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pointsman.hf.cutting.SWAPS", 4)
+    model = spread(zoo.tiny_model("mixtral"))
+    gates = find_gates(model)
+    with (
+        torch.no_grad()
+    ):  # two experts of the first layer have all the tokens, the output, and a direction of their own
+        gates[0].module.weight[2:] *= 1e-3
+        gates[0].module.weight[:2] *= 30
+        gates[0].experts.down_proj[2:] *= 1e-3
+    groups, counts = plan(model, gates, batches(), 5, method, least=2)
+    numbers = {layer: len(of) for layer, of in groups.items()}
+    assert sum(numbers.values()) == 10
+    assert min(numbers.values()) >= 2
+    assert all(sorted(one for group in of for one in group)[-1] < 8 for of in groups.values())
+    if method in ("frequency", "norm", "reap", "m-smoe"):
+        assert numbers[gates[0].layer] < 5
+    smaller = cut(model, gates, groups, counts, align=method == "m-smoe")
+    assert [gate.num_experts for gate in find_gates(smaller)] == list(numbers.values())
+
+
+def test_an_uneven_model_is_verified_beside_an_even_one_and_stays_a_model(tmp_path: Path) -> None:
+    model = spread(zoo.tiny_model("deepseek_v3"))
+    with torch.no_grad():
+        find_gates(model)[0].experts.down_proj[2:] *= 1e-3
+    found = hf.compress(model, tokenizer(), texts(12), experts=6, uneven=True, length=16, batch_size=3, heal=1)
+    numbers = [len(of) for of in found.kept.values()]
+    assert numbers == [4, 8]  # two groups, of two experts at least
+    assert found.even is not None
+    assert found.even["half"] > 0
+    assert "Experts by layer: 4, 8. Loss against 6 in every layer:" in found.markdown()
+    audited = hf.audit(found.model, tokenizer(), texts(4), length=16, batch_size=3)
+    assert [layer["num_experts"] for layer in audited.layers.values()] == numbers
+    with pytest.raises(ValueError, match="it is compressed already"):
+        hf.compress(found.model, tokenizer(), texts(4), length=16)
+
+
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
@@ -154,6 +261,8 @@ def test_the_search_is_not_worse_than_its_start_and_distillation_helps(monkeypat
         ("mixtral", {"experts": 1}, "allowed are 2 to 7"),
         ("mixtral", {"experts": 8}, "allowed are 2 to 7"),
         ("deepseek_v3", {"experts": 5}, "multiples of 2"),
+        ("deepseek_v3", {"experts": 2}, "allowed are 4 to 7"),
+        ("inkling", {}, "of which some are shared"),
         ("deepseek_v3", {"method": "m-smoe"}, "2 groups of experts"),
         ("llama4", {}, "Llama4Router is not a plain one"),
         ("dbrx", {}, "DbrxRouter is not a plain one"),

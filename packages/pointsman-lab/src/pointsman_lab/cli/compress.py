@@ -16,6 +16,7 @@ from pointsman_lab.cli.options import Parser, choose_device, whole
 EPILOG = """examples:
   pointsman compress allenai/OLMoE-1B-7B-0924 --data en.txt,code.py --out half
   pointsman compress my-mixtral --experts 6 --method m-smoe --heal 200 --out six
+  pointsman compress my-mixtral --experts 6 --uneven --out six-on-average
 
 The folder holds a model that transformers alone loads, compression.json and
 compression.md. Every second row of the text calibrates, the others verify.
@@ -29,6 +30,8 @@ def parser() -> Parser:
     flags.add_argument(
         "--experts", type=kept, default=0.5, metavar="N", help="the share to keep, or their number (0.5)"
     )
+    told = "layers may keep different numbers; --experts is their mean"
+    flags.add_argument("--uneven", action="store_true", help=told)
     flags.add_argument("--method", default="reap", help="reap, frequency, norm, mean, hc-smoe, m-smoe, search, random")
     flags.add_argument("--data", default="stdlib", metavar="NAME|PATH,…", help="one domain or several (stdlib)")
     flags.add_argument("--heal", type=whole(0), default=0, metavar="N", help="steps of distillation afterwards (0)")
@@ -69,7 +72,8 @@ def run(words: Sequence[str]) -> int:
 
     model, tokenizer = load_model(values.model, dtype=values.dtype, device=device), load_tokenizer(values.model)
     found = compress(
-        model, tokenizer, texts, experts=values.experts, method=values.method, length=values.length,
+        model, tokenizer, texts, experts=values.experts, method=values.method, uneven=values.uneven,
+        length=values.length,
         max_tokens=None if values.eval_tokens == "all" else values.eval_tokens, batch_size=values.batch_size,
         random=values.random, heal=values.heal, note=lambda told: print(f"pointsman: {told}", file=sys.stderr),
     )  # fmt: skip

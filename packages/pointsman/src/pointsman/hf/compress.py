@@ -1,7 +1,7 @@
 """compress: a Hugging Face MoE with fewer experts, verified on held-out text beside random prunings of the same size.
 
 The result is the class's own model with a smaller number of experts in its configuration: transformers alone loads it.
-Every layer keeps the same number, since a configuration holds one.
+No class of transformers 5.23 builds layers of different numbers; `uneven` brings a file of code for those.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pointsman.diagnostics.observe import evaluating
 from pointsman.hf.audit.blocks import mapped
 from pointsman.hf.audit.result import INTERVALS, plus_minus
 from pointsman.hf.audit.run import finite
-from pointsman.hf.audit.serving import serving
+from pointsman.hf.audit.serving import MACHINES, serving
 from pointsman.hf.audit.trials import Rows, halves, mean_of, measured, paired
-from pointsman.hf.cutting import METHODS, Keep, cut, distil, groups_of, plan
+from pointsman.hf.cutting import METHODS, Keep, cut, distil, drawn, fewest, groups_of, plan
 from pointsman.hf.expert_sums import why_unreadable
 from pointsman.hf.gates import Gate, find_gates, survey
 from pointsman.hf.listen import GateListener
@@ -38,12 +38,13 @@ class Compression:
 
     Attributes:
         model: the smaller model; it shares with the original what it keeps besides gates and experts.
-        method, experts: the method, and the number of experts that every layer keeps. kept: layer -> groups (`Keep`).
+        method, experts: the method, and the number of experts that a layer keeps. kept: layer -> groups (`Keep`).
         quality: by k: {"top_k", "original", "compressed", "difference": {"mean", "half"}}, on held-out text.
         domains: domain -> "difference" to the original, and to the mean of the random prunings ("random").
         random: {"losses", "difference"}: random prunings of the same size, and this one minus their mean.
         routing: layer -> {"stays": share of the original's choices whose expert is kept, "effective", "dead"}.
         serving: `AuditResult`'s, before and after.
+        even: with `uneven`: the loss minus that of the same method with as many experts in every layer; else None.
     """
 
     model: Any
@@ -57,6 +58,7 @@ class Compression:
     routing: Mapping[str, Any]
     serving: Mapping[str, Any]
     protocol: Mapping[str, Any]
+    even: Mapping[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values, without the model."""
@@ -77,14 +79,31 @@ class Compression:
         ]
         before, after = (self.serving[name]["memory"]["bfloat16"] / 2**20 for name in ("before", "after"))
         stays = sum(one["stays"] for one in self.routing.values()) / len(self.routing)
+        costs = [
+            [f"{one['batch']}", *(f"{of['distinct']:.1f}" for of in (one, its)),
+             *(f"{of['bytes'] / 2**20:.4g}" for of in (one, its)),
+             *(f"{1e6 * max(of['seconds'].values()):.3g}" for of in (one, its))]
+            for one, its in zip(self.serving["before"]["rows"], self.serving["after"]["rows"], strict=True)
+        ]  # fmt: skip
+        slowest = min(MACHINES, key=lambda name: MACHINES[name][0])
         lines = [
             f"# {self.protocol['model']}: {self.experts} of {self.before} experts a layer, {self.method}", "",
             f"Weights in bf16: {before:,.1f} to {after:,.1f} MiB. "
-            f"{stays:.1%} of the original's choices keep their expert.",
-            "", Grid(["k", "original", "compressed", "difference"], rows, code=False).markdown(), "",
+            f"{stays:.1%} of the original's choices keep their expert.", "",
+        ]  # fmt: skip
+        if self.even is not None:
+            numbers = ", ".join(str(len(groups)) for groups in self.kept.values())
+            lines += [f"Experts by layer: {numbers}. Loss against {self.experts} in every layer: {_spread(self.even)}. "
+                      "Load the folder with trust_remote_code=True: its uneven.py makes layers of several sizes.",
+                      ""]  # fmt: skip
+        lines += [
+            Grid(["k", "original", "compressed", "difference"], rows, code=False).markdown(), "",
             Grid(["text", "against the original", "against random pruning"], of, code=False).markdown(), "",
             f"Held-out text, {self.protocol['held_out']:,} tokens; {len(self.random['losses'])} random prunings. "
-            + INTERVALS,
+            + INTERVALS, "",
+            Grid(["batch", "distinct", "after", "MiB a token", "after", "µs", "after"], costs, code=False).markdown(),
+            "", f"Cost to serve a token (estimate): experts of a layer that a batch needs, weights read in bf16, and "
+            f"the time on {slowest} by roofline.",
         ]  # fmt: skip
         return "\n".join(lines) + "\n"
 
@@ -100,6 +119,7 @@ def compress(
     *,
     experts: float = 0.5,
     method: str = "reap",
+    uneven: bool = False,
     max_tokens: int | None = 50_000,
     length: int = 512,
     batch_size: int = 8,
@@ -115,8 +135,9 @@ def compress(
 
     Args:
         texts: as `audit` takes them.
-        experts: the share of experts to keep, or, from 1, their number.
+        experts: the share of experts to keep, or, from 1, their number in a layer.
         method: one of `METHODS`.
+        uneven: layers may keep different numbers, as many as it takes to choose k at least; `experts` is their mean.
         random: the number of random prunings beside it.
         heal: steps of distillation from the original, of gates and experts, on the calibrating text.
         note: told what is done.
@@ -128,18 +149,22 @@ def compress(
         raise ValueError(f"compress: method {method!r}: {did_you_mean(method, METHODS)}")
     check_whole("compress: random", random)
     check_whole("compress: heal", heal, 0)
-    gates, kept = _cuttable(model, experts, method)
+    gates, kept, least = _cuttable(model, experts, method)
     tell = note or (lambda _: None)
     batches, domain_of = _read(tokenizer, texts, length, batch_size, max_tokens)
     calibrate, held_out = halves(batches)
     names = domain_of[1::2]
     with evaluating(model):
         tell(f"calibrates on {sum(int(one.mask.sum()) for one in calibrate):,} tokens")
-        groups, counts = plan(model, gates, calibrate, kept, method, seed)
-        smaller = cut(model, gates, groups, counts, align=method == "m-smoe")
+        align = method == "m-smoe"
+        groups, counts = plan(model, gates, calibrate, kept, method, seed, least if uneven else None)
+        smaller = cut(model, gates, groups, counts, align)
+        equal = cut(model, gates, *plan(model, gates, calibrate, kept, method, seed), align) if uneven else None
         if heal:
             tell(f"distils for {heal} steps")
-            distil(model, smaller, calibrate, heal)
+            for one in (smaller, equal):
+                if one is not None:
+                    distil(model, one, calibrate, heal)
         tell(f"verifies on {sum(int(one.mask.sum()) for one in held_out):,} held-out tokens")
         own = gate_top_k(gates[0]).value
         quality: list[dict[str, Any]] = []
@@ -153,11 +178,11 @@ def compress(
                             "difference": paired(rows, base, len(curve))})  # fmt: skip
         if not rows or not sum(tokens for _, tokens in rows):
             raise ValueError("compress: there is no held-out text with a loss: at least two rows of text are needed")
-        drawn = []
-        for number in range(random):
-            other = cut(model, gates, *plan(model, gates, [], kept, "random", seed + 1 + number))
-            drawn.append(measured(other, held_out))
-        chance = [(sum(one[0] for one in each) / random, each[0][1]) for each in zip(*drawn, strict=True)]
+        even = None if equal is None else paired(rows, measured(equal, held_out))
+        numbers = {layer: len(of) for layer, of in groups.items()}
+        others = (cut(model, gates, drawn(gates, numbers, seed + 1 + number)) for number in range(random))
+        lost = [measured(other, held_out) for other in others]
+        chance = [(sum(one[0] for one in each) / random, each[0][1]) for each in zip(*lost, strict=True)]
         domains = {}
         for name in (kinds := dict.fromkeys(names)):
             of_all, of_rows, of_chance = (_of(name, names, one) for one in (base, rows, chance))
@@ -171,20 +196,20 @@ def compress(
         stays = sum(share["share"][one] for group in groups[gate.layer] for one in group)
         routing[gate.layer] = {"stays": stays, "effective": after["effective"], "dead": after["dead"]}
     costs = {
-        name: serving(one, find_gates(one), {own: {layer: of["load"]["share"] for layer, of in load.items()}})
+        name: serving(one, find_gates(one), {own: {layer: (own, of["load"]["share"]) for layer, of in load.items()}})
         for name, one, load in zip(("before", "after"), (model, smaller), loads, strict=True)
     }
     protocol = {
         "model": type(model).__name__, "length": length, "batch_size": batch_size, "max_tokens": max_tokens,
         "heal": heal, "seed": seed, "held_out": sum(tokens for _, tokens in rows),
     }  # fmt: skip
-    against = {"losses": [mean_of(each) for each in drawn], "difference": paired(rows, chance)}
+    against = {"losses": [mean_of(each) for each in lost], "difference": paired(rows, chance)}
     before = gates[0].num_experts
-    return Compression(smaller, method, kept, before, groups, quality, domains, against, routing, costs, protocol)
+    return Compression(smaller, method, kept, before, groups, quality, domains, against, routing, costs, protocol, even)
 
 
-def _cuttable(model: nn.Module, experts: float, method: str) -> tuple[list[Gate], int]:
-    """The gates, and the number of experts to keep.
+def _cuttable(model: nn.Module, experts: float, method: str) -> tuple[list[Gate], int, int]:
+    """The gates, the number of experts to keep in a layer, and the least that a layer needs.
 
     Raises:
         ValueError: the model's class has no experts that can be cut, or the number is out of range.
@@ -197,19 +222,27 @@ def _cuttable(model: nn.Module, experts: float, method: str) -> tuple[list[Gate]
         reason = why_unreadable(gate)
         if gate.layout is not None or gate.form.table or hasattr(gate.module, "pointsman"):
             reason = f"its gate {type(gate.module).__name__} is not a plain one"
+        elif scored(gate) != gate.num_experts:
+            reason = f"its gate {type(gate.module).__name__} scores {scored(gate)} experts, of which some are shared"
         elif groups_of(gate) > 1 and method in ("hc-smoe", "m-smoe"):
             reason = f"{groups_of(gate)} groups of experts limit the choice; a merge across them has no place"
         if reason:
             raise ValueError(f"compress: {kind}, layer {gate.layer!r}: {reason}")
-    number = gates[0].num_experts
+    number, least = gates[0].num_experts, max(map(fewest, gates))
+    if any(gate.num_experts != number for gate in gates):
+        raise ValueError(f"compress: {kind}: its layers differ in their number of experts: it is compressed already")
     kept = round(number * experts) if experts < 1 else int(experts)
-    least = max(gate_top_k(gate).value for gate in gates)
-    if any(gate.num_experts != number for gate in gates) or not least <= kept < number:
+    if not least <= kept < number:
         raise ValueError(f"compress: experts={experts:g} keeps {kept} of {number}: allowed are {least} to {number - 1}")
     groups = max(map(groups_of, gates))
     if kept % groups:
         raise ValueError(f"compress: experts={experts:g} keeps {kept}: allowed are multiples of {groups}, its groups")
-    return gates, kept
+    return gates, kept, least
+
+
+def scored(gate: Gate) -> int:
+    """The number of rows of a gate's weight."""
+    return len(gate.module.get_submodule(gate.form.owner).get_parameter("weight"))
 
 
 def _read(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,10 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman.hf.audit.trials import mean_of, measured
+from pointsman.hf.counterpart import correction_bias
 from pointsman.hf.expert_sums import Observed, expert_sums
 from pointsman.hf.gates import Gate, find_gates
 from pointsman.hf.listen import GateListener
 from pointsman.hf.text import TEXT, TextBatch
+from pointsman.hf.top_k import gate_top_k, max_top_k
+from pointsman.hf.uneven import uneven, with_experts
 
 NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 """Names of the number of experts in configurations."""
@@ -39,14 +43,23 @@ METHODS = {
 
 @torch.no_grad()
 def plan(
-    model: nn.Module, gates: Sequence[Gate], batches: Sequence[TextBatch], kept: int, method: str, seed: int = 0
+    model: nn.Module,
+    gates: Sequence[Gate],
+    batches: Sequence[TextBatch],
+    kept: int,
+    method: str,
+    seed: int = 0,
+    least: int | None = None,
 ) -> tuple[dict[str, list[list[int]]], dict[str, Tensor] | None]:
-    """Layer -> the groups that this method makes of its experts; layer -> [E], how often each was chosen."""
+    """Layer -> the groups that this method makes of its experts; layer -> [E], how often each was chosen.
+
+    Args:
+        kept: experts a layer, on average.
+        least: of any layer; None: every layer keeps `kept`.
+    """
+    least, total = kept if least is None else least, kept * len(gates)
     if method == "random":
-        generator = torch.Generator().manual_seed(seed)
-        return {
-            g.layer: _alone(torch.rand(g.num_experts, generator=generator), kept, groups_of(g)) for g in gates
-        }, None
+        return drawn(gates, {gate.layer: kept for gate in gates}, seed), None
     alike: dict[str, Tensor] = {}
 
     def observe(layer: str, routing: Any, context: object, hidden: Tensor) -> None:
@@ -59,12 +72,21 @@ def plan(
             measured(model, [batch])
     counts = {layer: of.count for layer, of in found.layers.items()}
     if method == "hc-smoe":
-        return {layer: _clusters(of.everywhere, of.count, kept) for layer, of in found.layers.items()}, counts
+        return _clusters({layer: of.everywhere for layer, of in found.layers.items()}, counts, least, total), counts
     if method == "m-smoe":
-        return {layer: _joined(alike[layer], of.count, kept) for layer, of in found.layers.items()}, counts
-    scores = _scores(gates, found, "reap" if method == "search" else method)
-    groups = {g.layer: _alone(scores[g.layer], kept, groups_of(g)) for g in gates}
-    return _searched(model, gates, groups, batches, seed) if method == "search" else groups, counts
+        heads = _best(gates, counts, least, total)
+        return {layer: _joined(alike[layer], heads[layer]) for layer in heads}, counts
+    best = _best(gates, _scores(gates, found, "reap" if method == "search" else method), least, total)
+    groups = {layer: [[one] for one in experts] for layer, experts in best.items()}
+    return _searched(model, gates, groups, batches, seed, least) if method == "search" else groups, counts
+
+
+def drawn(gates: Sequence[Gate], numbers: Mapping[str, int], seed: int) -> dict[str, list[list[int]]]:
+    """As many experts of each layer, at random."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = {gate.layer: torch.rand(gate.num_experts, generator=generator) for gate in gates}
+    best = (_best([gate], scores, numbers[gate.layer], numbers[gate.layer]) for gate in gates)
+    return {layer: [[one] for one in experts] for found in best for layer, experts in found.items()}
 
 
 def _scores(gates: Sequence[Gate], found: Observed, method: str) -> dict[str, Tensor]:
@@ -90,48 +112,107 @@ def groups_of(gate: Gate) -> int:
     return next((number for number in found if isinstance(number, int)), 1)
 
 
-def _alone(score: Tensor, kept: int, groups: int) -> list[list[int]]:
-    best = score.view(groups, -1).topk(kept // groups).indices + torch.arange(groups)[:, None] * (len(score) // groups)
-    return [[one] for one in sorted(best.flatten().tolist())]
+def fewest(gate: Gate) -> int:
+    """The fewest experts with which a gate can still choose its k."""
+    groups, k = groups_of(gate), gate_top_k(gate).value
+    reached = max_top_k(gate) * groups // gate.num_experts  # groups that a token may use
+    return k if groups == 1 else groups * max(2, math.ceil(k / reached))  # a group's score is that of its best two
 
 
-def _joined(alike: Tensor, count: Tensor, kept: int) -> list[list[int]]:
-    """Every expert joins the most frequent one whose router logits are most similar (cosine)."""
+def _best(gates: Sequence[Gate], scores: Mapping[str, Tensor], least: int, total: int) -> dict[str, list[int]]:
+    """The `total` experts with the best scores, at least `least` a layer, as many of each of a layer's groups.
+
+    Layers are compared by the share that an expert has of the scores of its layer: their sizes differ with depth.
+    """
+    order, steps, numbers = {}, [], {}
+    for gate in gates:
+        score, groups = scores[gate.layer].double(), groups_of(gate)
+        share = score / score.masked_fill(score.isinf(), 0.0).sum().clamp_min(1e-30)
+        ranked = share.view(groups, -1).sort(dim=-1, descending=True, stable=True)
+        order[gate.layer] = ranked.indices + torch.arange(groups)[:, None] * (len(score) // groups)
+        numbers[gate.layer] = least // groups
+        worth = ranked.values.sum(0).tolist()
+        steps += [(-worth[place] / groups, place, gate.layer, groups) for place in range(least // groups, len(worth))]
+    left = total - least * len(gates)
+    for _, _, layer, groups in sorted(steps):
+        if groups <= left:
+            numbers[layer] += 1
+            left -= groups
+    return {layer: sorted(ranked[:, : numbers[layer]].flatten().tolist()) for layer, ranked in order.items()}
+
+
+def _joined(alike: Tensor, heads: Sequence[int]) -> list[list[int]]:
+    """Every other expert joins that of `heads` whose router logits are most similar (cosine)."""
     norm = alike.diagonal().clamp_min(1e-30).sqrt()
     cosine = alike / torch.outer(norm, norm)
-    heads = sorted(count.topk(kept).indices.tolist())
     groups = {head: [head] for head in heads}
-    for one in range(len(count)):
+    for one in range(len(norm)):
         if one not in groups:
             groups[max(heads, key=lambda head: float(cosine[one, head]))].append(one)
     return list(groups.values())
 
 
-def _clusters(outputs: Tensor, count: Tensor, kept: int) -> list[list[int]]:
-    """Agglomerative clustering of mean outputs [E, dim] with average linkage, the most frequent member first."""
-    groups = [[one] for one in range(len(outputs))]
-    far = torch.cdist(outputs, outputs)
-    while len(groups) > kept:
-        pairs = ((float(far[a][:, b].mean()), i, j) for i, a in enumerate(groups) for j, b in enumerate(groups[:i]))
-        _, i, j = min(pairs)
-        groups[j] += groups.pop(i)
-    return sorted(sorted(group, key=lambda one: (-float(count[one]), one)) for group in groups)
+def _clusters(
+    outputs: Mapping[str, Tensor], counts: Mapping[str, Tensor], least: int, total: int
+) -> dict[str, list[list[int]]]:
+    """Agglomerative clustering of mean outputs [E, dim] with average linkage, the most frequent member first.
+
+    The two nearest clusters of any layer with more than `least` are joined, distances as a share of the layer's mean.
+    """
+    far = {layer: torch.cdist(each, each) for layer, each in outputs.items()}
+    groups = {layer: [[one] for one in range(len(each))] for layer, each in outputs.items()}
+
+    def nearest(layer: str) -> tuple[float, str, int, int]:
+        of, apart = groups[layer], far[layer] / far[layer].mean().clamp_min(1e-30)
+        return min((float(apart[a][:, b].mean()), layer, i, j) for i, a in enumerate(of) for j, b in enumerate(of[:i]))
+
+    best = {layer: nearest(layer) for layer, of in groups.items() if len(of) > least}
+    for _ in range(sum(map(len, groups.values())) - total):
+        _, layer, i, j = min(best.values())
+        groups[layer][j] += groups[layer].pop(i)
+        if len(groups[layer]) > least:
+            best[layer] = nearest(layer)
+        else:
+            best.pop(layer)
+    return {
+        layer: sorted(sorted(group, key=lambda one: (-float(counts[layer][one]), one)) for group in of)
+        for layer, of in groups.items()
+    }
 
 
 def _searched(
-    model: nn.Module, gates: Sequence[Gate], groups: dict[str, list[list[int]]], batches: Sequence[TextBatch], seed: int
+    model: nn.Module,
+    gates: Sequence[Gate],
+    groups: dict[str, list[list[int]]],
+    batches: Sequence[TextBatch],
+    seed: int,
+    least: int,
 ) -> dict[str, list[list[int]]]:
-    """`SWAPS` random swaps of a kept and a pruned expert, each kept where the loss on the text falls."""
+    """`SWAPS` random swaps of a kept and a pruned expert, each kept where the loss on the text falls.
+
+    They are of one layer and group; where a layer has more than `least` experts, the other one may be of any layer.
+    """
     generator = torch.Generator().manual_seed(seed)
+
+    def one_of(found: Sequence[Any]) -> Any:
+        return found[int(torch.randint(len(found), (1,), generator=generator))]
+
     best = mean_of(measured(cut(model, gates, groups), batches))
     for _ in range(SWAPS):
-        gate = gates[int(torch.randint(len(gates), (1,), generator=generator))]
-        kept = [group[0] for group in groups[gate.layer]]
-        size = gate.num_experts // groups_of(gate)
-        out = kept[int(torch.randint(len(kept), (1,), generator=generator))]
-        pruned = [one for one in range(gate.num_experts) if one not in kept and one // size == out // size]
-        into = pruned[int(torch.randint(len(pruned), (1,), generator=generator))]
-        tried = {**groups, gate.layer: [[one] for one in sorted({*kept, into} - {out})]}
+        gate = one_of(gates)
+        out, size = one_of(groups[gate.layer]), gate.num_experts // groups_of(gate)
+        free = len(groups[gate.layer]) > least and groups_of(gate) == 1
+        pruned = [
+            (other.layer, one)
+            for other in (gates if free else [gate])
+            for one in range(other.num_experts)
+            if [one] not in groups[other.layer] and (free or one // size == out[0] // size)
+        ]
+        if not pruned:
+            continue
+        layer, into = one_of(pruned)
+        tried = {**groups, gate.layer: [one for one in groups[gate.layer] if one != out]}
+        tried[layer] = sorted([*tried[layer], [into]])
         loss = mean_of(measured(cut(model, gates, tried), batches))
         if loss < best:
             best, groups = loss, tried
@@ -142,7 +223,9 @@ def _searched(
 def cut(
     model: Any, gates: Sequence[Gate], keep: Keep, weights: Mapping[str, Tensor] | None = None, align: bool = False
 ) -> Any:
-    """A model of the same class with one expert for each group; it shares all other tensors with `model`.
+    """A model with one expert for each group; it shares all other tensors with `model`.
+
+    It is of the same class, or, where layers differ in their number, of the class `uneven` of it.
 
     Args:
         weights: layer -> [E], how much each expert counts in the mean of its group; None: all the same.
@@ -151,33 +234,42 @@ def cut(
     Raises:
         ValueError: the class does not take another number of experts from its configuration.
     """
-    kind, number, kept = type(model).__name__, gates[0].num_experts, len(keep[gates[0].layer])
-    state = model.state_dict()
+    kind: Any = type(model)
+    number, state = gates[0].num_experts, model.state_dict()
     names = {id(module): name for name, module in model.named_modules()}
+    tensors = {id(one): name for name, one in [*model.named_parameters(), *model.named_buffers()]}
     for gate in gates:
-        first = torch.tensor([group[0] for group in keep[gate.layer]])
-        experts = names[id(gate.experts)]
+        groups = keep[gate.layer]
+        first, experts = torch.tensor([group[0] for group in groups]), names[id(gate.experts)]
         if align:
-            _align(gate.experts, experts, state, keep[gate.layer])
-        for home in (names[id(gate.module)], experts):
-            for name in [one for one in state if one.startswith(f"{home}.") and state[one].shape[:1] == (number,)]:
-                tensor = state[name]
-                if home == experts and len(keep[gate.layer]) < sum(map(len, keep[gate.layer])):
-                    state[name] = _merged(tensor, keep[gate.layer], None if weights is None else weights[gate.layer])
-                else:
-                    state[name] = tensor.index_select(0, first.to(tensor.device))
-    config = copy.deepcopy(model.config)
-    for one in (config, getattr(config, "text_config", None)):
-        for name in NUMBERS:
-            if one is not None and getattr(one, name, None) == number:
-                setattr(one, name, kept)
+            _align(gate.experts, experts, state, groups)
+        merged = len(groups) < sum(map(len, groups))
+        for name in [one for one in state if one.startswith(f"{experts}.") and state[one].shape[:1] == (number,)]:
+            share = None if weights is None else weights[gate.layer]
+            state[name] = _merged(state[name], groups, share) if merged else state[name][first.to(state[name].device)]
+        bias = correction_bias(gate)
+        for name in [one for one in state if one.startswith(f"{names[id(gate.module)]}.")] + (
+            [] if bias is None or id(bias) not in tensors else [tensors[id(bias)]]
+        ):
+            at = state[name].shape.index(number) if number in state[name].shape[:2] else None
+            if at is not None and (at == 0 or state[name].shape[0] == 1):
+                state[name] = state[name].index_select(at, first.to(state[name].device))
+    layers = {gate.layer: len(keep[gate.layer]) for gate in gates}
+    kept = max(layers.values())
+    homes = (model.config, getattr(model.config, "text_config", None))
+    fields = [name for name in NUMBERS if any(getattr(one, name, None) == number for one in homes)]
+    config = with_experts(model.config, fields, kept)
+    if min(layers.values()) < kept:
+        config.uneven_experts, kind = {"fields": fields, "layers": layers}, uneven(kind)
     with torch.device("meta"):
-        smaller = type(model)(config)
+        smaller = kind(config)
     try:
         smaller.load_state_dict(state, assign=True)
     except RuntimeError as error:
         told = " ".join(str(error).split())[:160]
-        raise ValueError(f"compress: {kind} does not take {kept} experts from its configuration: {told}") from None
+        raise ValueError(
+            f"compress: {type(model).__name__} does not take {kept} experts from its configuration: {told}"
+        ) from None
     old = dict(model.named_buffers())
     for name, buffer in smaller.named_buffers():
         if buffer.is_meta:  # not in state_dict: recomputed by no one

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from pointsman._errors import RunError
+from pointsman.hf.uneven import uneven
 
 
 def load_model(name: str, *, dtype: str = "auto", device: str = "cpu", masked: bool = False) -> Any:
@@ -20,10 +21,12 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "cpu", masked: b
     """
 
     def load() -> Any:
-        both = AutoConfig.from_pretrained(name, trust_remote_code=False).is_encoder_decoder
-        factory: Any = AutoModelForSeq2SeqLM if both else AutoModelForCausalLM
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        factory: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         if masked:
             factory = AutoModelForMaskedLM
+        if hasattr(config, "uneven_experts"):
+            factory = uneven(factory._model_mapping[type(config)])
         return factory.from_pretrained(name, dtype=dtype, output_loading_info=True, trust_remote_code=False)
 
     model, info = _load(name, "model", load)

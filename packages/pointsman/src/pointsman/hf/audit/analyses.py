@@ -35,7 +35,11 @@ def analysed(
     """All parts by name; `notes` gets why one is missing."""
     layers = list(trace.layers)
     gates = [gate for gate in survey(model)[0] if gate.layer in layers]
-    loads = {row["top_k"]: {name: of["load"] for name, of in row["routers"].items()} for row in quality if row["top_k"]}
+    loads = {
+        row["top_k"]: {name: (row["top_k"], of["load"]) for name, of in row["routers"].items()}
+        for row in quality
+        if row["top_k"]
+    }
     found: dict[str, Any] = {
         "domains": {name: sum(block.read for block in blocks.of(name)) for name in blocks.domains},
         "divergence": blocks.divergences(layers),
@@ -53,6 +57,12 @@ def analysed(
             ks = [row["top_k"] for row in quality if row["top_k"]]
             found["schedules"], reason = schedules(model, gates, ks, search, held_out, margin)
             notes += [reason] if reason else []
+            chosen = {
+                one["kind"]: {name: loads[k][name] for name, k in one["ks"].items()} for one in found["schedules"]
+            }
+            rows = serving(model, gates, chosen)["rows"]
+            for one in found["schedules"]:
+                one["serving"] = [row for row in rows if row["top_k"] == one["kind"]]
         except ValueError as error:
             notes.append(f"k by layer left out: {error}")
     experts = min(trace.num_experts.values(), default=0)

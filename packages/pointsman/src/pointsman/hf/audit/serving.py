@@ -28,32 +28,30 @@ def distinct(share: Sequence[float], k: float, batch: int) -> float:
     return float((1 - (1 - p) ** batch).sum())
 
 
-def serving(
-    model: nn.Module, gates: Sequence[Gate], loads: Mapping[int, Mapping[str, Sequence[float | None]]]
-) -> dict[str, Any]:
-    """Weights by dtype; by k and batch the distinct experts a layer, FLOPs and bytes a token, and a time.
+Loads = Mapping[str, tuple[int, Sequence[float | None]]]
+"""Layer -> its k, and each expert's share of the choices."""
+
+
+def serving(model: nn.Module, gates: Sequence[Gate], loads: Mapping[Any, Loads]) -> dict[str, Any]:
+    """Weights by dtype; for each entry (called "top_k") and batch the distinct experts a layer, FLOPs, bytes, a time.
 
     One decoded token: 2 operations for each weight that it meets, weights in bf16 read once a batch; the attention over
     the context and its cache are left out. Time: the larger of bytes / bandwidth and operations / peak; an estimate.
-
-    Args:
-        loads: k -> layer -> each expert's share of the choices.
     """
     total = sum(parameter.numel() for parameter in model.parameters())
     of_one = {gate.layer: _expert_size(gate) for gate in gates}
     experts = sum(size * gate.num_experts for gate, size in zip(gates, of_one.values(), strict=True))
-    looked_up = _embedding(model)
-    always = total - experts - looked_up
+    always = total - experts - _embedding(model)
     rows = []
-    for k, layers in loads.items():
-        active = always + sum(of_one[layer] * k for layer in layers)
+    for name, layers in loads.items():
+        active = always + sum(of_one[layer] * k for layer, (k, _) in layers.items())
         for batch in BATCHES:
-            need = {layer: distinct([x or 0.0 for x in share], k, batch) for layer, share in layers.items()}
+            need = {layer: distinct([x or 0.0 for x in share], k, batch) for layer, (k, share) in layers.items()}
             read = 2.0 * (always + sum(of_one[layer] * count for layer, count in need.items())) / batch
-            seconds = {name: max(read / width, 2.0 * active / peak) for name, (width, peak) in MACHINES.items()}
+            seconds = {machine: max(read / width, 2.0 * active / peak) for machine, (width, peak) in MACHINES.items()}
             rows.append(
-                {"top_k": k, "batch": batch, "distinct": sum(need.values()) / max(1, len(need)), "flops": 2.0 * active,
-                 "bytes": read, "seconds": seconds}
+                {"top_k": name, "batch": batch, "distinct": sum(need.values()) / max(1, len(need)),
+                 "flops": 2.0 * active, "bytes": read, "seconds": seconds}
             )  # fmt: skip
     memory = {name: size * total for name, size in DTYPES.items()}
     return {"parameters": total, "experts": experts, "memory": memory, "rows": rows}
