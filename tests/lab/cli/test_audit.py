@@ -45,9 +45,13 @@ def test_domains_and_a_page(saved: Path, tmp_path: Path, capsys: pytest.CaptureF
         (tmp_path / name).write_text(word * 60)
     data = ",".join(str(tmp_path / name) for name in ("en.txt", "de.txt"))
     words = [str(saved), "--data", data, "--length", "16", "--eval-tokens", "200", "--device", "cpu"]
-    assert main(["audit", *words, "--top-k", "2", "--out", str(tmp_path / "out")]) == 0
+    (tmp_path / "task.jsonl").write_text('{"prompt": "w1 w2", "answer": "w3"}\n{"prompt": "w2", "answer": "w4"}\n')
+    task = ["--task", str(tmp_path / "task.jsonl"), "--answer-tokens", "3"]
+    assert main(["audit", *words, *task, "--top-k", "2", "--out", str(tmp_path / "out")]) == 0
     found = json.loads((tmp_path / "out" / "audit.json").read_text())
     assert found["domains"] == {"en.txt": 100, "de.txt": 100}
+    assert found["answers"][0]["prompts"] == 2
+    assert "Tokens to an answer" in (tmp_path / "out" / "report.html").read_text("utf-8")
     assert "Domains apart" in (tmp_path / "out" / "report.html").read_text("utf-8")
     assert "report.html" in capsys.readouterr().err
     assert main(["audit", *words, "--data", f"{tmp_path / 'en.txt'},{tmp_path / 'en.txt'}"]) == 2
@@ -71,6 +75,8 @@ def test_compress(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
 
     (tmp_path / "text.txt").write_text("w1 w2 w3 w4 w5 w6 w7 " * 40)
     words = ["compress", str(saved), "--data", str(tmp_path / "text.txt"), "--length", "16", "--device", "cpu"]
+    assert main([*words, "--experts", "0.5", "--uneven", "--method", "random", "--out", str(tmp_path / "half")]) == 0
+    assert "Experts by layer: 4, 4." in capsys.readouterr().out
     assert main([*words, "--experts", "0.5", "--out", str(tmp_path / "half")]) == 0
     assert "4 of 8 experts a layer, reap" in capsys.readouterr().out
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").config.num_experts == 4
@@ -163,6 +169,9 @@ def test_conversations(saved: Path, tmp_path: Path) -> None:
         ([None, "--data", "BAD"], "line 1"),
         ([None, "--data", "CHAT"], "a list of messages such as"),
         ([None, "--data", "LATIN"], "line 2: not UTF-8 (byte 0xe9)"),
+        ([None, "--task", "BAD"], 'line 1: needs "prompt" or "messages"'),
+        ([None, "--task", "CHAT"], "line 1: needs \"answer\", a text, found 'messages'"),
+        ([None, "--answer-tokens", "8"], "--answer-tokens"),
         ([None, "--out", "RUN"], "holds a run or other results, which would be overwritten"),
     ],
 )

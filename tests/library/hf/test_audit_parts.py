@@ -75,6 +75,37 @@ def test_coverage_against_every_subset() -> None:
         assert one["tokens"] == 40 * one["blocks"]
 
 
+def test_tokens_to_an_answer_against_a_loop_without_a_cache() -> None:
+    model, tokens = spread(zoo.tiny_model("mixtral")), tokenizer()
+
+    def generated(prompt: str, k: int, most: int) -> list[int]:
+        ids = list(tokens(prompt)["input_ids"])
+        with torch.no_grad(), pointsman.set_top_k(model, k):
+            for _ in range(most):
+                ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+                if ids[-1] == tokens.eos_token_id:
+                    break
+        return ids[len(tokens(prompt)["input_ids"]) :]
+
+    prompts = texts(6)
+    task = [(prompt, tokens.decode(generated(prompt, 2, 12)[3 : 4 + place])) for place, prompt in enumerate(prompts)]
+    found = hf.audit(model, tokens, texts(6), top_k=[1, 2], length=16, probe_tokens=0, task=task, answer_tokens=9)
+    for row, k in zip(found.analyses["answers"], (1, 2), strict=True):
+        spent, reached = [], []
+        for prompt, answer in task:
+            ids = generated(prompt, k, 9)
+            ends = [
+                end for end in range(1, len(ids) + 1) if answer in tokens.decode(ids[:end], skip_special_tokens=True)
+            ]
+            spent.append(ends[0] if ends else len(ids))
+            reached.append(bool(ends))
+        assert row["tokens"]["mean"] == pytest.approx(statistics.fmean(spent))
+        assert row["reached"]["mean"] == pytest.approx(statistics.fmean(reached))
+        assert (row["times"] is None) == (k == 2)
+    assert found.analyses["answers"][1]["reached"]["mean"] > 0.5
+    assert "| tokens a prompt |" in found.markdown()
+
+
 def test_joined_blocks_keep_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     model = spread(zoo.tiny_model("mixtral"))
     whole = hf.audit(model, tokenizer(), texts(12), top_k=[1, 2], length=8, batch_size=4, probe_tokens=0)

@@ -37,6 +37,10 @@ def parser() -> Parser:
     flags.add_argument("--batch-size", type=whole(1, "batch_size"), default=4, metavar="N", help="rows a forward (4)")
     told = "tokens on which experts are removed and k is set by layer; 0: not at all (4096)"
     flags.add_argument("--probe-tokens", type=whole(0), default=4096, metavar="N", help=told)
+    told = 'JSON lines with "prompt" (or "messages") and "answer": tokens until the answer at every k'
+    flags.add_argument("--task", type=Path, metavar="FILE", help=told)
+    told = "tokens to generate for a prompt, at most (256)"
+    flags.add_argument("--answer-tokens", type=whole(1), default=256, metavar="N", help=told)
     told = "keep the experts on the disk and read one layer's at a time, for a model that does not fit in memory"
     flags.add_argument("--on-disk", action="store_true", help=told)
     flags.add_argument("--dtype")
@@ -51,6 +55,9 @@ def run(words: Sequence[str]) -> int:
     domains = domains_of(values.data)
     for name in domains.values():
         read_texts(name)
+    task = [] if values.task is None else list(read_task(values.task))
+    if not task:
+        flags.without_effect(values, ["--answer-tokens"], "without --task")
     from pointsman.hf import audit
     from pointsman.hf.loading import load_model, load_tokenizer
     from pointsman.hf.text import count_tokens
@@ -90,6 +97,7 @@ def run(words: Sequence[str]) -> int:
         result = audit(
             model, tokenizer, texts, top_k=values.top_k, against=against, max_tokens=budget, length=values.length,
             batch_size=values.batch_size, probe_tokens=values.probe_tokens,
+            task=task, answer_tokens=values.answer_tokens,
             progress=lambda done, _: display.advance(done, {}),
         )  # fmt: skip
     print(result.markdown())
@@ -130,22 +138,46 @@ def _pieces(path: Path) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[str | list[dict[str, str]]]:
+    for where, row in _rows(path):
+        found = row.get("messages", row.get("text")) if isinstance(row, dict) else None
+        if not isinstance(found, (str, list)):
+            raise RunError(f'{where}: needs "text" or "messages", found {_names(row)}')
+        yield found
+
+
+def read_task(path: Path) -> Iterator[tuple[Any, str]]:
+    """Prompts and their answers.
+
+    Raises:
+        RunError: no such file, or a line without them.
+    """
+    where = None
+    for where, row in _rows(path):
+        prompt = row.get("messages", row.get("prompt")) if isinstance(row, dict) else None
+        if not isinstance(prompt, (str, list)) or not prompt:
+            raise RunError(f'{where}: needs "prompt" or "messages", found {_names(row)}')
+        if not isinstance(row.get("answer"), str) or not row["answer"]:
+            raise RunError(f'{where}: needs "answer", a text, found {_names(row)}')
+        yield prompt, row["answer"]
+    if where is None:
+        raise RunError(f"{path}: there is no prompt in it")
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Where a line stands, and its JSON."""
     with open_named(path) as file:
         for number, raw in enumerate(file, 1):
+            where = f"{path}, line {number}"
             try:
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                raise RunError(f"{path}, line {number}: not UTF-8 (byte 0x{raw[error.start]:02x})") from None
+                raise RunError(f"{where}: not UTF-8 (byte 0x{raw[error.start]:02x})") from None
             if not line.strip():
                 continue
             try:
-                row = parse_json(line)
+                yield where, parse_json(line)
             except ValueError as error:
-                raise RunError(f"{path}, line {number}: not JSON: {error}") from None
-            found = row.get("messages", row.get("text")) if isinstance(row, dict) else None
-            if not isinstance(found, (str, list)):
-                raise RunError(f'{path}, line {number}: needs "text" or "messages", found {_names(row)}')
-            yield found
+                raise RunError(f"{where}: not JSON: {error}") from None
 
 
 def _names(row: Any) -> str:

@@ -38,7 +38,7 @@ def audit_parts(comparison: Comparison) -> list[dict[str, Any]]:
 def _parts(audit: Found) -> list[dict[str, Any]]:
     layers: Found = audit.get("layers") or {}
     made = [_load(layers), *_domain_loads(audit, layers), _quality(audit), _routing(layers, audit), _domains(audit)]
-    made += [_specialists(audit), _coverage(audit), _super(audit), _across(audit), _schedules(audit)]
+    made += [_specialists(audit), _coverage(audit), _super(audit), _across(audit), _answers(audit), _schedules(audit)]
     made += [_memory(audit), _serving(audit), _simulated(audit)]
     return [part for part in made if part and (part.get("image") or (part["grid"] and part["grid"].rows))]
 
@@ -217,6 +217,24 @@ def _pair(one: Found) -> str:
     return f"{' and '.join(map(str, one['experts']))}: {one['lift'] or 0:.1f} times, {one['tokens']:,} tokens"
 
 
+def _answers(audit: Found) -> dict[str, Any]:
+    found = audit.get("answers") or []
+    rows = [
+        [f"{one['top_k'] or NONE}{' (own)' if one['top_k'] == audit.get('top_k') else ''}",
+         spread(one["reached"], 1, scale=100), spread(one.get("gained"), 1, sign=True, scale=100),
+         spread(one["tokens"], 1), spread(one.get("times"), 2)]
+        for one in found
+    ]  # fmt: skip
+    most = (audit.get("protocol") or {}).get("answer_tokens")
+    note = (
+        f"Greedy generation on {found[0]['prompts'] if found else 0} prompts until the answer is in its text; without "
+        f"the answer, until the text ends or {most} tokens are spent. Times: tokens over those of the own k. "
+        "± is half of the 95 % interval over prompts, paired with the own k."
+    )
+    header = ["k", "answers, %", "against own k", "tokens a prompt", "times own k"]
+    return {"title": "Tokens to an answer", "grid": Grid(header, rows), "note": note}
+
+
 KEPT = {True: "yes", False: "no", None: "not decided by this text"}
 
 
@@ -224,13 +242,15 @@ def _schedules(audit: Found) -> dict[str, Any]:
     rows = [
         [one["kind"], f"{one['mean_k']:.2f}", " ".join(map(str, one["ks"].values())) if len(one["ks"]) <= 32 else NONE,
          f"{100 * one['searched']:+.2f}",
-         spread({"mean": one["share"], "half": one["share_half"]}, 2, sign=True, scale=100), KEPT[one["kept"]]]
+         spread({"mean": one["share"], "half": one["share_half"]}, 2, sign=True, scale=100), KEPT[one["kept"]],
+         " / ".join(_bytes(row["bytes"]) for row in one.get("serving") or ()) or NONE]
         for one in audit.get("schedules") or ()
     ]  # fmt: skip
-    header = ["k by layer", "mean k", "k of each layer", "searched, %", "held out, %", "within 1 %"]
+    header = ["k by layer", "mean k", "k of each layer", "searched, %", "held out, %", "within 1 %", "bytes a token"]
     note = (
         "Change of the loss against the model's own k, on the half of the text that the search read, and on the other "
-        f"half. Greedy: the cheapest step down first; exact: the best of all schedules. {INTERVAL}"
+        f"half. Greedy: the cheapest step down first; exact: the best of all schedules. Bytes a token: weights in bf16 "
+        f"at a batch of 1, 16 and 256, an estimate. {INTERVAL}"
     )
     return {"title": "k by layer", "grid": Grid(header, rows), "note": note}
 

@@ -41,6 +41,10 @@ def uneven(kind: Any) -> Any:
                             module.config = self.get_submodule(f"{layer}.{path}".rstrip(".")).config
                     self.set_submodule(layer, block)
 
+        @classmethod
+        def is_custom_code(cls) -> bool:
+            return False  # its checkpoint has the names of the class's own
+
     Uneven.__name__ = Uneven.__qualname__ = kind.__name__  # transformers converts some checkpoints by this name
     classes = (getattr(transformers, name) for name in AUTO)
     known = (one.__name__ for one in classes if one._model_mapping.get(kind.config_class, None) is kind)

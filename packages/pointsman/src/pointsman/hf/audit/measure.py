@@ -12,6 +12,7 @@ from torch import nn
 from pointsman._values import check_whole
 from pointsman.diagnostics.observe import evaluating
 from pointsman.hf.audit.analyses import analysed
+from pointsman.hf.audit.answers import ANSWER_TOKENS, Prompt, answers
 from pointsman.hf.audit.blocks import mapped
 from pointsman.hf.audit.plan import routers_of, small_diagnostics, values_of_k
 from pointsman.hf.audit.result import TOLERANCE, AuditResult, Sample
@@ -36,6 +37,8 @@ def audit(
     batch_size: int = 8,
     sample_tokens: int = 512,
     probe_tokens: int = 4096,
+    task: Sequence[tuple[Any, str]] = (),
+    answer_tokens: int = ANSWER_TOKENS,
     progress: Progress | None = None,
 ) -> AuditResult:
     """Measures the loss at every k and the statistics of every gate on texts.
@@ -56,6 +59,9 @@ def audit(
         sample_tokens: the number of tokens kept for the report's explorer.
         probe_tokens: the number of tokens on which experts are removed and k is set by layer (0: not at all); half of
             them searches, the other half verifies. It takes a forward of these for each layer and k, and eight more.
+        task: (prompt, answer) pairs, a prompt a text or messages: how many tokens greedy generation spends at every k
+            until the answer is in its text.
+        answer_tokens: the largest number of tokens to generate for a prompt.
         progress: called after each batch.
 
     Raises:
@@ -67,6 +73,9 @@ def audit(
     check_whole("audit: length", length, 2)
     check_whole("audit: batch_size", batch_size)
     check_whole("audit: probe_tokens", probe_tokens, 0)
+    check_whole("audit: answer_tokens", answer_tokens)
+    if task and not hasattr(model, "generate"):
+        raise ValueError(f"audit: task: {type(model).__name__} does not generate text")
     check_whole("audit: max_tokens", 1 if max_tokens is None else max_tokens)
     listener = GateListener(model, "audit")
     own, ks, notes = values_of_k(model, top_k)
@@ -95,6 +104,7 @@ def audit(
         "batch_size": batch_size,
         "max_tokens": max_tokens,
         "probe_tokens": probe_tokens,
+        "answer_tokens": answer_tokens,
         "tokenizer": type(tokenizer).__name__,
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "device": next(model.parameters()).device.type,
@@ -102,6 +112,8 @@ def audit(
     result = run.result(protocol, notes, sample, routers_of(model))
     with evaluating(model):
         found = analysed(model, run.blocks, run.trace(), probes, result.quality, TOLERANCE, notes)
+        asked = [row["top_k"] for row in result.quality]
+        found["answers"] = answers(model, tokenizer, [Prompt(*one) for one in task], asked, own, answer_tokens)
     return replace(result, analyses=finite(found), notes=[*dict.fromkeys([*result.notes, *notes])])
 
 

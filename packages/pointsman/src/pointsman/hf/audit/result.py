@@ -84,7 +84,8 @@ class AuditResult:
             "shared_experts": the width of shared experts, in widths of one expert.
         analyses: "domains" (tokens of each), "divergence" (of loads between domains, bits), "specialists" (experts that
             serve one domain), "coverage", "super_experts", "across" (co-activation with the next layer), "schedules" (k
-            by layer), "serving" (costs by k), "placement" and "cache" (`pointsman.traces.placement`).
+            by layer), "serving" (costs by k), "answers" (tokens to an answer by k), "placement" and "cache"
+            (`pointsman.traces.placement`).
         against: {"loss", "half", "difference"} of the other checkpoint.
         protocol: the settings of the measurement.
         notes: what could not be measured, and why.
@@ -157,6 +158,13 @@ class AuditResult:
                     f"With k by layer, of mean {one['mean_k']:.3g}, the loss changes by {one['share']:+.2%} ± "
                     f"{one['share_half']:.2%} on held-out text ({one['kind']})."
                 )
+        for one in self.analyses.get("answers", ()):
+            times = one["times"] or {}
+            if times.get("half") is not None and abs(times["mean"] - 1) > times["half"]:
+                said.append(
+                    f"k = {one['top_k']} spends {times['mean']:.2f} ± {times['half']:.2f} times the tokens of k = "
+                    f"{self.top_k} on the task; it reaches {one['reached']['mean']:.1%} of the answers."
+                )
         hot = "have over three times the load of uniform routing"
         for what, found in (("got no text token", self.dead()), (hot, self.hot())):
             if found:
@@ -203,6 +211,15 @@ class AuditResult:
             rows.append([f"{name}{own}", *shown, _shown(row["perplexity"], 2)])
         header = ["k", "loss (nats)", "against own k", "perplexity"]
         lines += [Grid(header, rows, code=False).markdown(), "", INTERVALS, ""]
+        if told := self.analyses.get("answers"):
+            rows = [
+                [f"{one['top_k']}", plus_minus(one["reached"]["mean"], one["reached"]["half"], 3),
+                 plus_minus(one["tokens"]["mean"], one["tokens"]["half"], 1),
+                 NONE if one["times"] is None else plus_minus(one["times"]["mean"], one["times"]["half"], 2)]
+                for one in told
+            ]  # fmt: skip
+            lines += [Grid(["k", "answers", "tokens a prompt", "times own k"], rows, code=False).markdown(), ""]
+            lines += [f"{told[0]['prompts']} prompts; ± is over prompts.", ""]
         columns = "layer, entropy, margin, effective experts, dead, hot, RC, I(expert; token), bf16, fluctuation"
         rows = []
         for name, layer in self.layers.items():

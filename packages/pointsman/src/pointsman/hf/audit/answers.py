@@ -1,0 +1,80 @@
+"""Tokens to an answer: greedy generation on prompts with known answers, at every k."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pointsman.control import set_top_k
+from pointsman.intervals import ratio
+
+ANSWER_TOKENS = 256
+
+
+class Prompt(NamedTuple):
+    """A text, or messages for the chat template, and the string that answers it."""
+
+    prompt: str | Sequence[dict[str, str]]
+    answer: str
+
+
+class _Answered:
+    """Stops a generation when the answer is in what was generated."""
+
+    def __init__(self, tokenizer: Any, given: int, answer: str) -> None:
+        self.tokenizer, self.given, self.answer, self.found = tokenizer, given, answer, False
+
+    def __call__(self, ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.found = self.answer in self.tokenizer.decode(ids[0, self.given :], skip_special_tokens=True)
+        return torch.full((len(ids),), self.found, dtype=torch.bool, device=ids.device)
+
+
+@torch.no_grad()
+def _spent(model: Any, tokenizer: Any, one: Prompt, most: int) -> tuple[int, bool]:
+    """Tokens generated until the answer, the end of the text or `most`; whether the answer came."""
+    if isinstance(one.prompt, str):
+        ids = tokenizer(one.prompt, return_tensors="pt")["input_ids"]
+    else:
+        ids = tokenizer.apply_chat_template(one.prompt, add_generation_prompt=True, return_tensors="pt")
+        ids = ids if isinstance(ids, Tensor) else ids["input_ids"]
+    if not ids.numel():
+        raise ValueError(f"audit: task: the prompt {one.prompt!r} has no token")
+    ids = ids.to(next(model.parameters()).device)
+    begun = 1 if model.config.is_encoder_decoder else ids.shape[1]
+    stop = _Answered(tokenizer, begun, one.answer)
+    end = [i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None]
+    given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "num_beams": 1, "max_new_tokens": most}
+    out = model.generate(ids, **given, stopping_criteria=[stop], pad_token_id=end[0] if end else None)
+    return out.shape[1] - begun, stop.found
+
+
+def answers(
+    model: nn.Module, tokenizer: Any, task: Sequence[Prompt], ks: Sequence[int | None], own: int | None, most: int
+) -> list[dict[str, Any]]:
+    """By k: the share of prompts that reach their answer, the tokens spent, and both beside those at the model's own k.
+
+    Where no answer comes, the tokens until the end of the text, or `most`, count. "reached", "tokens" a prompt, "times"
+    (tokens over those at the own k) and "gained" (share of answers minus that at the own k): as `ratio` gives them,
+    over prompts, the last two paired and corrected for the number of k.
+    """
+    ones = [1] * len(task)
+    spent: dict[int | None, list[tuple[int, bool]]] = {}
+    for k in dict.fromkeys([own, *ks]):
+        with nullcontext() if k is None or k == own else set_top_k(model, k):
+            spent[k] = [_spent(model, tokenizer, one, most) for one in task]
+    rows = []
+    for k, found in sorted(spent.items(), key=lambda one: one[0] or 0):
+        tokens, reached = ([float(one[at]) for one in found] for at in (0, 1))
+        base, before = ([float(one[at]) for one in spent[own]] for at in (0, 1))
+        gained = [mine - its for mine, its in zip(reached, before, strict=True)]
+        others = max(1, len(spent) - 1)
+        rows.append(
+            {"top_k": k, "prompts": len(task), "reached": ratio(reached, ones), "tokens": ratio(tokens, ones),
+             "times": None if k == own else ratio(tokens, base, others),
+             "gained": None if k == own else ratio(gained, ones, others)}
+        )  # fmt: skip
+    return rows
