@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from pointsman.routers.papers.assignment import assign, balanced_assignment
+from pointsman.routers.papers.base import assign, balanced_assignment
 
 Scores = NDArray[np.float64]
 

@@ -183,7 +183,7 @@ class Routing:
     unmixed: Tensor | None = None
     statistics: Mapping[str, Tensor] = field(default_factory=dict)
     above: RouterState | None = None
-    how: Combine | None = None
+    how: Combine | None = None  # torch.compile makes no graph of an object as default
 
     @property
     def combine(self) -> Combine:

@@ -15,7 +15,7 @@ from pointsman.hf.counterpart import correction_bias, counterpart
 from pointsman.hf.gates import PROBE_TOKENS, Gate, run_gate
 from pointsman.hf.surgery.replace import replace_routers
 from pointsman.routers.frame.registry import parse_spec
-from pointsman.routers.papers.bias_updates import SignUpdate
+from pointsman.routers.papers.loss_free import SignUpdate
 
 BIAS_RATE = 1e-3
 
@@ -140,7 +140,7 @@ def settle(home: Any, biases: Sequence[Bias]) -> None:
         if gate in counts:
             for tensor in bias.tensors(home):
                 flat = tensor.view(-1)
-                move = SignUpdate(bias.experts, bias.rate, False, 1.0, 0).move
+                move = SignUpdate(bias.rate, False).move
                 move(flat, {"counts": counts[gate].to(flat.device)})
     routers = [home.get_submodule(bias.gate).pointsman for bias in biases if bias.added]
     add_up([tensor for router in routers for tensor in router.gathered()])

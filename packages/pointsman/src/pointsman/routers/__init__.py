@@ -10,7 +10,6 @@ from pointsman.routers.papers import dselect as dselect
 from pointsman.routers.papers import dynmoe as dynmoe
 from pointsman.routers.papers import expert_choice as expert_choice
 from pointsman.routers.papers import expert_threshold as expert_threshold
-from pointsman.routers.papers import forced as forced
 from pointsman.routers.papers import gshard as gshard
 from pointsman.routers.papers import hash as hash
 from pointsman.routers.papers import hyper as hyper
@@ -29,7 +28,6 @@ from pointsman.routers.papers import stable as stable
 from pointsman.routers.papers import thor as thor
 from pointsman.routers.papers import top_p as top_p
 from pointsman.routers.papers import topk as topk
-from pointsman.routers.papers import vmoe as vmoe
 from pointsman.routers.papers import xmoe as xmoe
 
 load_installed()

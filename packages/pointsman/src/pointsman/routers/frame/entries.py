@@ -165,25 +165,15 @@ MIXERS: dict[str, Entry] = {}
 
 
 def _common(
-    *,
-    balance: NotNegative = 0.0,
-    balance_scope: Literal["batch", "sequence", "step"] = "batch",
-    balance_on: Literal["softmax", "scores"] = "softmax",
-    z_loss: NotNegative = 0.0,
-    capacity: Positive | None = None,
+    *, balance: NotNegative = 0.0, balance_scope: Literal["batch", "sequence", "step"] = "batch",
+    balance_on: Literal["softmax", "scores"] = "softmax", z_loss: NotNegative = 0.0, capacity: Positive | None = None,
     eval_capacity: Positive | None = None,
     capacity_order: Literal["token", "rank", "priority", "probs", "random"] = "token",
-    capacity_scope: Literal["sequence", "batch"] = "sequence",
-    capacity_unit: Literal["share", "tokens"] = "share",
-    capacity_rounding: Literal["ceil", "round"] = "ceil",
-    capacity_multiple: Count = 1,
-    capacity_total: Literal["kept", "one"] = "kept",
-    renormalize: bool | None = None,
-    scale: Positive = 1.0,
-    lr_scale: Positive = 1.0,
-    weigh: Literal["output", "input"] = "output",
-    dense_gradient: bool = False,
-) -> None:
+    capacity_scope: Literal["sequence", "batch"] = "sequence", capacity_unit: Literal["share", "tokens"] = "share",
+    capacity_rounding: Literal["ceil", "round"] = "ceil", capacity_multiple: Count = 1,
+    capacity_total: Literal["kept", "one"] = "kept", renormalize: bool | None = None, scale: Positive = 1.0,
+    lr_scale: Positive = 1.0, weigh: Literal["output", "input"] = "output", dense_gradient: bool = False,
+) -> None:  # fmt: skip
     """The options of every router.
 
     balance: weight of the balance loss E sum_i f_i P_i, which is 1 at perfect balance.

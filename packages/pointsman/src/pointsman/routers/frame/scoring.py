@@ -1,4 +1,4 @@
-"""Router scores: linear, and of scorers inside others; on a GPU score, gate and selection are one kernel (`route`)."""
+"""Router scores: linear, and extended by a choice; on a GPU score, gate and selection are one kernel (`route`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pointsman.kernels import router as kernel
-from pointsman.ops.linear import HALF, transformed, upcast
-from pointsman.routers.frame.stage_values import Scored, Scores, Selection
+from pointsman.ops.linear import HALF, transformed
+from pointsman.routers.frame.stage_values import Scores, Selection
 from pointsman.routers.frame.stages import Normalizer, Scorer, Selector, TopK
 from pointsman.routing import RoutingContext
 
@@ -52,11 +52,6 @@ def route(
     shape = (*hidden.shape[:2], -1)
     logits = logits.view(shape)
     return Scores(logits, probs.view(shape), logits), Selection(experts, weights)
-
-
-def inside(gate: Scorer, hidden: Tensor, context: RoutingContext) -> Scored:
-    """What a scorer gives that another one holds: in at least float32."""
-    return Scored.of(gate(hidden if gate.accepts_half else upcast(hidden), context))
 
 
 def extended(scorer: Scorer, extension: Any) -> Any:

@@ -147,19 +147,21 @@ class Normalizer(Stage):
             which still differ where probabilities are rounded to 0 or 1.
         gives: what a choice may count on (`NEEDS`); words: the same for errors.
         reach: an upper bound of the probabilities, for histograms.
+        kernel: the name of the function of the logits alone that the kernels for GPUs have; "" for others.
     """
 
     increasing = False
     gives: frozenset[str] = frozenset()
     words = "scores of its own"
     reach = 1.0
+    kernel = ""
 
     def forward(self, logits: Tensor) -> Tensor:
         raise NotImplementedError
 
     def gate_and_scale(self) -> tuple[str, Tensor | None] | None:
         """("softmax" or "sigmoid", s) where p is that function of s z (s None: 1); None where it is something else."""
-        return None
+        return (self.kernel, None) if self.kernel else None
 
 
 NEEDS = {
@@ -175,39 +177,30 @@ NEEDS = {
 """What a choice may need of its scores, in words."""
 
 
-class Gate(Normalizer):
-    """A function of the logits without parameters: one of `GATES`."""
-
-    name = ""
-    increasing = True
-
-    def gate_and_scale(self) -> tuple[str, Tensor | None] | None:
-        return (self.name, None) if self.name in ("softmax", "sigmoid") else None
-
-
-class Softmax(Gate):
+class Softmax(Normalizer):
     """p = softmax(z)."""
 
-    name, words = "softmax", "softmax(z)"
+    increasing, kernel, words = True, "softmax", "softmax(z)"
     gives = frozenset({"positive", "share", "distribution", "softmax"})
 
     def forward(self, logits: Tensor) -> Tensor:
         return torch.softmax(logits, -1)
 
 
-class Sigmoid(Gate):
+class Sigmoid(Normalizer):
     """p_i = sigmoid(z_i), each expert on its own."""
 
-    name, words = "sigmoid", "sigmoid(z), which need not sum to 1"
+    increasing, kernel, words = True, "sigmoid", "sigmoid(z), which need not sum to 1"
     gives = frozenset({"positive", "share", "sigmoid"})
 
     def forward(self, logits: Tensor) -> Tensor:
         return torch.sigmoid(logits)
 
 
-class SqrtSoftplus(Gate):
+class SqrtSoftplus(Normalizer):
     """s_i = sqrt(softplus(z_i)) (DeepSeek-V4), each expert on its own."""
 
+    increasing = True
     words, gives = "sqrt(softplus(z)), which has no upper bound", frozenset({"positive"})
     reach = 4.0  # sqrt(softplus(16))
 
@@ -215,11 +208,10 @@ class SqrtSoftplus(Gate):
         return torch.nn.functional.softplus(logits).clamp_min(torch.finfo(logits.dtype).tiny).sqrt()
 
 
-class Relu(Gate):
+class Relu(Normalizer):
     """R = relu(z): weights that need not sum to 1, and may all be 0."""
 
     words, gives = "relu(z), which may be 0", frozenset({"relu", "zeros"})
-    increasing = False
 
     def forward(self, logits: Tensor) -> Tensor:
         return torch.relu(logits)

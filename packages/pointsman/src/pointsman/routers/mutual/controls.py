@@ -90,12 +90,9 @@ def uniform(layer: LayerSpec, *, strength: Probability = 1.0) -> Mixer:
 
 @register_mixer("shuffled", paper=CONTROL)
 def shuffled(
-    layer: LayerSpec,
-    *,
-    source: Literal["unit", "input", "attention"] = "unit",
-    tau: Positive | None = None,
+    layer: LayerSpec, *, source: Literal["unit", "input", "attention"] = "unit", tau: Positive | None = None,
     strength: Probability = 1.0,
-) -> Mixer:
+) -> Mixer:  # fmt: skip
     """A control for `+similarity`: tokens are mixed by the similarities of another sequence of the batch.
 
     source: as of similarity.

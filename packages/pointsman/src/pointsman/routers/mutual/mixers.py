@@ -183,14 +183,9 @@ PAPER = "Nguyen et al. 2025, arXiv 2505.00792"
 
 @register_mixer("similarity", paper=PAPER)
 def similarity(
-    layer: LayerSpec,
-    *,
-    source: Literal["unit", "input", "attention"] = "unit",
-    tau: Positive | None = None,
-    learned: bool = False,
-    strength: Probability = 1.0,
-    neighbours: Literal["all", "lower-entropy"] = "all",
-) -> Mixer:
+    layer: LayerSpec, *, source: Literal["unit", "input", "attention"] = "unit", tau: Positive | None = None,
+    learned: bool = False, strength: Probability = 1.0, neighbours: Literal["all", "lower-entropy"] = "all",
+) -> Mixer:  # fmt: skip
     """Similarity-Inform: p_i = sum_j softmax_j(u_i' W_s u_j / tau) e_j.
 
     source: u = the router's input scaled to norm 1 (unit), as it is (input), or the raw attention output (attention).
@@ -207,15 +202,11 @@ def similarity(
 
 @register_mixer("attention", paper=PAPER)
 def attention(
-    layer: LayerSpec,
-    *,
-    sigma: Positive | None = None,
-    relative: bool = False,
+    layer: LayerSpec, *, sigma: Positive | None = None, relative: bool = False,
     factor: Literal["heads", "one"] = "heads",
-    heads: Literal["lowest-entropy", "lowest-entropy-sequence", "all"] = "lowest-entropy",
-    strength: Probability = 1.0,
+    heads: Literal["lowest-entropy", "lowest-entropy-sequence", "all"] = "lowest-entropy", strength: Probability = 1.0,
     neighbours: Literal["all", "lower-entropy"] = "all",
-) -> Mixer:
+) -> Mixer:  # fmt: skip
     """Attention-Inform: p_i = sum_j A'[i, j] e_j, A'[i, j] ~ A[i, j] N(u_i | c W_O v_j, sigma^2 I), u its output.
 
     sigma: standard deviation of the Gaussians (none = sqrt(dim), the length of a vector whose coordinates are 1). The

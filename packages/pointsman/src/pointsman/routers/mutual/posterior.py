@@ -99,14 +99,9 @@ class Posterior:
     """
 
     def __init__(
-        self,
-        trace: AttentionTrace,
-        probs: Tensor,
-        past: Tensor | None,
-        sigma: Tensor,
-        visible: Visible,
+        self, trace: AttentionTrace, probs: Tensor, past: Tensor | None, sigma: Tensor, visible: Visible,
         factor: float | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.factor = trace.query.shape[1] if factor is None else factor
         self.trace, self.probs, self.past, self.sigma, self.visible = trace, probs, past, sigma, visible
         relative = isinstance(trace.bias, RelativeBias) and visible.causal

@@ -35,12 +35,9 @@ Prepare = Callable[..., Prepared]
 
 
 def inform(
-    prepare: Prepare,
-    batched: tuple[Tensor, ...],
-    shared: tuple[Tensor, ...],
-    visible: Visible,
+    prepare: Prepare, batched: tuple[Tensor, ...], shared: tuple[Tensor, ...], visible: Visible,
     normalization: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out [N, T, E], and the log-sum-exp [N, T] of each row's scores if `normalization` is wanted (else [N, 0]).
 
     Without values, out is [N, T, 0]. Gradients flow from both.
@@ -235,10 +232,7 @@ def _together(parts: list[Tensor]) -> Tensor:
 
 
 def _backward(
-    prepared: Prepared,
-    visible: Visible,
-    out_gradient: Tensor | None,
-    lse_gradient: Tensor | None,
+    prepared: Prepared, visible: Visible, out_gradient: Tensor | None, lse_gradient: Tensor | None
 ) -> Prepared:
     """Gradients of what was prepared, by the same names."""
     query, key, value, key_bias, position_query, positions = prepared

@@ -136,22 +136,13 @@ class Winners(TopK):
 
 
 @register_router(
-    "compete",
-    paper="Pham et al. 2024, arXiv 2402.02526; Nguyen et al. 2025, arXiv 2505.13380",
-    scores=linear_scores,
-    defaults={"bias": False},
-    needs="distribution",
-)
+    "compete", paper="Pham et al. 2024, arXiv 2402.02526; Nguyen et al. 2025, arXiv 2505.13380", scores=linear_scores,
+    defaults={"bias": False}, needs="distribution",
+)  # fmt: skip
 def compete(
-    layer: LayerSpec,
-    stages: Stages,
-    *,
-    version: Literal["1", "2"] = "2",
-    rate: Probability = 0.07,
-    warmup: Whole = 0,
-    router: NotNegative = 0.01,
-    diversity: NotNegative = 0.0,
-) -> Stages:
+    layer: LayerSpec, stages: Stages, *, version: Literal["1", "2"] = "2", rate: Probability = 0.07, warmup: Whole = 0,
+    router: NotNegative = 0.01, diversity: NotNegative = 0.0,
+) -> Stages:  # fmt: skip
     """On some steps all experts run and the strongest responses win; the router learns to foretell the winners.
 
     version: of the paper: responses are norms (1), or means of softplus (2).

@@ -62,13 +62,9 @@ def means_of_others(selection: Selection, given: LossInput) -> Selection:
 
 
 @register_router(
-    "default",
-    paper="Panda et al. 2025, arXiv 2504.12463",
-    scores=linear_scores,
-    defaults={"bias": False},
-    needs="distribution",
-    renormalize=False,
-)
+    "default", paper="Panda et al. 2025, arXiv 2504.12463", scores=linear_scores, defaults={"bias": False},
+    needs="distribution", renormalize=False,
+)  # fmt: skip
 def default(layer: LayerSpec, stages: Stages, *, decay: BelowOne = 0.9) -> Stages:
     """p = softmax(W h), top-k; an expert that is not chosen gives p times the running mean of its outputs.
 

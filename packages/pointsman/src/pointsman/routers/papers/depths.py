@@ -59,21 +59,13 @@ def will_be_taken(given: LossInput) -> Tensor:
 
 
 @register_router(
-    "depths",
-    paper="Raposo et al. 2024, arXiv 2404.02258",
-    scores=linear_scores,
-    defaults={"bias": False, "gate": "sigmoid"},
-    needs="sigmoid",
-    renormalize=False,
-)
+    "depths", paper="Raposo et al. 2024, arXiv 2404.02258", scores=linear_scores,
+    defaults={"bias": False, "gate": "sigmoid"}, needs="sigmoid", renormalize=False,
+)  # fmt: skip
 def depths(
-    layer: LayerSpec,
-    stages: Stages,
-    *,
-    share: Share = 0.125,
-    auxiliary: NotNegative = 0.01,
+    layer: LayerSpec, stages: Stages, *, share: Share = 0.125, auxiliary: NotNegative = 0.01,
     gate: Literal["linear", "sigmoid"] = "linear",
-) -> Stages:
+) -> Stages:  # fmt: skip
     """Mixture of Depths: experts take few tokens of a sequence, the others pass. Training looks ahead.
 
     share: of the tokens of a sequence that is processed, times k / E for each expert.

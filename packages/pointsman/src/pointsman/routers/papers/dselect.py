@@ -122,13 +122,9 @@ def unused_codes(given: LossInput) -> Tensor:
 
 
 def codes_of_selectors(
-    layer: LayerSpec,
-    *,
-    selectors: Count | None = None,
-    gamma: Positive = 1.0,
-    entropy: NotNegative = 1e-6,
+    layer: LayerSpec, *, selectors: Count | None = None, gamma: Positive = 1.0, entropy: NotNegative = 1e-6,
     codes: NotNegative = 1.0,
-) -> Stages:
+) -> Stages:  # fmt: skip
     """Selectors that each choose one expert by its binary code, dense at first and sparse later.
 
     selectors: how many (none = the layer's top_k).
@@ -145,13 +141,9 @@ def codes_of_selectors(
 
 
 @register_router(
-    "dselect",
-    paper="Hazimeh et al. 2021, arXiv 2106.03760",
-    scores=codes_of_selectors,
-    needs="zeros",
-    renormalize=False,
-    starts_at=lambda layer: layer.num_experts,
-)
+    "dselect", paper="Hazimeh et al. 2021, arXiv 2106.03760", scores=codes_of_selectors, needs="zeros",
+    renormalize=False, starts_at=lambda layer: layer.num_experts,
+)  # fmt: skip
 def dselect(layer: LayerSpec, stages: Stages) -> Stages:
     """DSelect-k: all experts with a weight above 0, of selectors that each choose one by its code. k is a cap."""
     return replace(stages, select=AboveZero(layer.renormalize))

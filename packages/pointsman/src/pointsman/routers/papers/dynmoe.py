@@ -104,13 +104,9 @@ def sharp_cosines(layer: LayerSpec, *, auxiliary: NotNegative = 0.01) -> Stages:
 
 
 @register_router(
-    "dynmoe",
-    paper="Guo et al. 2024, arXiv 2405.14297",
-    scores=sharp_cosines,
-    needs="sigmoid",
-    renormalize=False,
+    "dynmoe", paper="Guo et al. 2024, arXiv 2405.14297", scores=sharp_cosines, needs="sigmoid", renormalize=False,
     starts_at=lambda layer: layer.num_experts,
-)
+)  # fmt: skip
 def dynmoe(layer: LayerSpec, stages: Stages) -> Stages:
     """DynMoE: all experts whose cosine with the token is above their own threshold, with equal weights. k is a cap."""
     if layer.renormalize:

@@ -85,12 +85,9 @@ class ExpertsChoose(Selector):
 
 
 @register_router(
-    "expert-choice",
-    paper="Zhou et al. 2022, arXiv 2202.09368",
-    scores=linear_scores,
-    defaults={"bias": False},
+    "expert-choice", paper="Zhou et al. 2022, arXiv 2202.09368", scores=linear_scores, defaults={"bias": False},
     renormalize=False,
-)
+)  # fmt: skip
 def expert_choice(layer: LayerSpec, stages: Stages, *, group: Literal["sequence", "batch"] = "sequence") -> Stages:
     """Each expert takes its ceil(k T / E) best tokens of a sequence; weights softmax(W h) as they are. Not causal.
 

@@ -15,7 +15,7 @@ from pointsman.ops.selection import top_k
 from pointsman.routers.frame.entries import BelowOne, LayerSpec, register_router
 from pointsman.routers.frame.stage_values import Scores, Selection
 from pointsman.routers.frame.stages import FLOOR, Selector, Stages
-from pointsman.routers.papers.bias_updates import column_histogram
+from pointsman.routers.papers.loss_free import column_histogram
 from pointsman.routers.papers.topk import linear_scores
 from pointsman.routing import RoutingContext
 
@@ -81,13 +81,9 @@ class AboveThreshold(Selector):
 
 
 @register_router(
-    "expert-threshold",
-    paper="Sun et al. 2026, arXiv 2603.11535",
-    scores=linear_scores,
-    defaults={"bias": False, "gate": "sigmoid"},
-    needs="share",
-    renormalize=False,
-)
+    "expert-threshold", paper="Sun et al. 2026, arXiv 2603.11535", scores=linear_scores,
+    defaults={"bias": False, "gate": "sigmoid"}, needs="share", renormalize=False,
+)  # fmt: skip
 def expert_threshold(layer: LayerSpec, stages: Stages, *, decay: BelowOne = 0.99, bins: int = 1000) -> Stages:
     """s = sigmoid(W h): each expert takes the tokens above its threshold, k experts a token on average.
 

@@ -70,12 +70,9 @@ def first_choices(given: LossInput) -> Tensor:
 
 
 @register_router(
-    "gshard",
-    paper="Lepikhin et al. 2020, arXiv 2006.16668",
-    scores=linear_scores,
-    defaults={"bias": False},
+    "gshard", paper="Lepikhin et al. 2020, arXiv 2006.16668", scores=linear_scores, defaults={"bias": False},
     balance=0.01,
-)
+)  # fmt: skip
 def gshard(layer: LayerSpec, stages: Stages, *, second: Second = "random", second_eval: Second = "all") -> Stages:
     """GShard: softmax, top-2, the second expert kept at random in training; balance loss 0.01 over first choices.
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from pointsman.routers.frame.entries import LayerSpec, register_router
-from pointsman.routers.frame.scoring import inside
 from pointsman.routers.frame.stage_values import Scored, Scores, Selection
 from pointsman.routers.frame.stages import GATES, Scorer, Selector, Stages
 from pointsman.routers.papers.thor import equal_weights, no_scores
@@ -25,21 +24,48 @@ NEEDED = {
 """What a table that is not random is made of."""
 
 
-def checked_ids(router: str, vocab_size: int, context: RoutingContext) -> Tensor:
-    """The context's token ids [B, T]; 0 for padding.
+class ByTokenIds(Scorer):
+    """Reads token ids, and has the scores of `gate` inside (None: 0)."""
 
-    Raises:
-        ValueError: an id outside 0 to `vocab_size` - 1; `router` is named. On a GPU, which would have to be waited for,
-            and under torch.compile the look-up itself raises.
-    """
-    ids = context.token_ids
-    assert ids is not None  # `needs` was checked
-    if context.padding_mask is not None:
-        ids = ids.masked_fill(~context.padding_mask, 0)
-    looked_at = ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling()
-    if looked_at and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-        raise ValueError(f"{router}: a token id is outside 0 to {vocab_size - 1}, the ids of the table")
-    return ids
+    needs = frozenset({"token_ids"})
+    name = ""
+
+    def __init__(self, gate: Scorer | None, num_experts: int, vocab_size: int) -> None:
+        super().__init__()
+        self.gate, self.num_experts, self.vocab_size = gate, num_experts, vocab_size
+        self.tells_apart = gate is not None
+
+    @property
+    def below(self) -> Mapping[str, int]:
+        return {} if self.gate is None else self.gate.below
+
+    def ids(self, context: RoutingContext) -> Tensor:
+        """The context's token ids [B, T]; 0 for padding.
+
+        Raises:
+            ValueError: an id that is not in the table. On a GPU, which would have to be waited for, and under
+                torch.compile the look-up itself raises.
+        """
+        ids = context.token_ids
+        assert ids is not None  # `needs` was checked
+        if context.padding_mask is not None:
+            ids = ids.masked_fill(~context.padding_mask, 0)
+        looked_at = ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling()
+        if looked_at and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
+            raise ValueError(f"{self.name}: a token id is outside 0 to {self.vocab_size - 1}, the ids of the table")
+        return ids
+
+    def strides(self, draw: torch.Generator) -> Tensor:
+        """[V]: a number coprime to E for each id, so that (e_0 + j stride) mod E is an order of all experts."""
+        coprime = [step for step in range(1, max(2, self.num_experts)) if math.gcd(step, self.num_experts) == 1]
+        return torch.tensor(coprime)[torch.randint(len(coprime), (self.vocab_size,), generator=draw)]
+
+    def inside(self, hidden: Tensor, context: RoutingContext, **extra: Tensor) -> Scored:
+        """What `gate` gives, and further `extra`."""
+        if self.gate is None:
+            return Scored(hidden.new_zeros(*hidden.shape[:2], self.num_experts), extra)
+        scored = Scored.of(self.gate(hidden, context))
+        return replace(scored, extra={**scored.extra, **extra})
 
 
 ROUNDS = 100
@@ -68,7 +94,7 @@ def kmeans(rows: Tensor, count: int, generator: torch.Generator) -> Tensor:
     return labels
 
 
-class TableScorer(Scorer):
+class TableScorer(ByTokenIds):
     """Looks token ids up: the first experts of an id, and the stride at which its further ones follow.
 
     e_j = (e_0 + j stride) mod E, with a stride coprime to E: an order of all experts for every id, without a table of
@@ -82,7 +108,7 @@ class TableScorer(Scorer):
         columns: how many experts of an id the table names: `table` is [V], or [V, columns].
     """
 
-    needs = frozenset({"token_ids"})
+    name = "hash"
     table: Tensor
     stride: Tensor
     ready: Tensor
@@ -90,18 +116,15 @@ class TableScorer(Scorer):
     def __init__(
         self, gate: Scorer | None, num_experts: int, vocab_size: int, kind: str, seed: int, columns: int = 1
     ) -> None:
-        super().__init__()
-        self.num_experts, self.vocab_size, self.kind, self.seed = num_experts, vocab_size, kind, seed
+        super().__init__(gate, num_experts, vocab_size)
+        self.kind, self.seed = kind, seed
         draw = torch.Generator().manual_seed(seed)
-        coprime = torch.tensor([step for step in range(1, max(2, num_experts)) if math.gcd(step, num_experts) == 1])
         table = torch.randint(num_experts, (vocab_size,), generator=draw)
         if columns > 1:
             table = torch.rand(vocab_size, num_experts, generator=draw).topk(columns).indices
         self.register_buffer("table", table)
-        self.register_buffer("stride", coprime[torch.randint(len(coprime), (vocab_size,), generator=draw)])
+        self.register_buffer("stride", self.strides(draw))
         self.register_buffer("ready", torch.tensor(kind == "random"))
-        self.gate = gate
-        self.tells_apart = gate is not None
 
     def calibrate(self, counts: Sequence[int] | Tensor) -> None:
         """Fills the table of `kind=balanced`: ids by falling count, each to the expert with the least counted tokens.
@@ -115,12 +138,10 @@ class TableScorer(Scorer):
         numbers = torch.as_tensor(counts).tolist()
         if len(numbers) != self.vocab_size or min(numbers, default=0) < 0:
             raise ValueError(f"hash: calibrate needs {self.vocab_size} counts from 0, one for each token id")
-        loads = [0] * self.num_experts
-        table = [0] * self.vocab_size
+        loads, table = [0] * self.num_experts, [0] * self.vocab_size
         for index in sorted(range(self.vocab_size), key=lambda one: -numbers[one]):
-            lightest = loads.index(min(loads))
-            table[index] = lightest
-            loads[lightest] += int(numbers[index])
+            table[index] = loads.index(min(loads))
+            loads[table[index]] += int(numbers[index])
         self.table.copy_(torch.tensor(table))
         self.ready.fill_(True)
 
@@ -162,19 +183,12 @@ class TableScorer(Scorer):
         self.table.copy_(table)
         self.ready.fill_(True)
 
-    @property
-    def below(self) -> Mapping[str, int]:
-        return {} if self.gate is None else self.gate.below
-
     def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
-        ids = checked_ids("hash", self.vocab_size, context)
+        ids = self.ids(context)
         if self.kind != "random" and not torch.compiler.is_compiling() and not bool(self.ready):
             raise ValueError(f"hash: kind={self.kind} needs {NEEDED[self.kind]}")
-        scored = Scored(hidden.new_zeros(*hidden.shape[:2], self.num_experts))
-        if self.gate is not None:
-            scored = inside(self.gate, hidden, context)
         columns = self.table[ids] if self.table.dim() > 1 else self.table[ids][..., None]
-        return replace(scored, extra={**scored.extra, "columns": columns, "stride": self.stride[ids]})
+        return self.inside(hidden, context, columns=columns, stride=self.stride[ids])
 
 
 def walk(columns: Tensor, stride: Tensor, k: int, num_experts: int) -> Tensor:
@@ -223,13 +237,9 @@ def gate_scores(layer: LayerSpec, *, gate: Literal["none", "softmax", "sigmoid",
 
 @register_router("hash", paper="Roller et al. 2021, arXiv 2106.04426", scores=gate_scores, needs="nothing|positive")
 def hash_router(
-    layer: LayerSpec,
-    stages: Stages,
-    *,
-    kind: Literal["random", "balanced", "clustered"] = "random",
-    seed: int = 0,
+    layer: LayerSpec, stages: Stages, *, kind: Literal["random", "balanced", "clustered"] = "random", seed: int = 0,
     columns: int = 1,
-) -> Stages:
+) -> Stages:  # fmt: skip
     """A fixed table of token ids says which experts a token goes to; nothing of it is trained.
 
     kind: a random table, one balanced over the counts that `router.score.calibrate(counts)` is given, or one of the

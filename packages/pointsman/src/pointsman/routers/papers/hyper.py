@@ -56,7 +56,7 @@ class HyperScorer(Scorer):
 
     H's weights are N(0, 0.02^2), its biases 0, e ~ N(0, 1). With zero biases H(c e) = c H(e) for c > 0, so training e
     moves the router's direction and its temperature. W and b are generated once a forward; without gradients they are
-    kept on a CPU until e changes, a training forward, `train`, `eval`, `step_end` or a loaded state.
+    kept on a CPU until e changes, a training forward or a loaded state.
 
     Args:
         hypernetwork: H, from e to E (dim + 1) numbers; with `each` to dim + 1.
@@ -70,16 +70,9 @@ class HyperScorer(Scorer):
     places: Tensor | None
 
     def __init__(
-        self,
-        dim: int,
-        num_experts: int,
-        embed_dim: int,
-        hypernetwork: nn.Module,
-        *,
-        bias: bool = True,
-        each: bool = False,
-        embed_dropout: float = 0.0,
-    ) -> None:
+        self, dim: int, num_experts: int, embed_dim: int, hypernetwork: nn.Module, *, bias: bool = True,
+        each: bool = False, embed_dropout: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.has_bias = bias
         self.shape = (num_experts, dim + 1)
@@ -107,9 +100,6 @@ class HyperScorer(Scorer):
         return given.ranks.once(self.embedding.square().sum())
 
     def plain_linear(self) -> tuple[Tensor, Tensor | None]:
-        return self._current()
-
-    def _current(self) -> tuple[Tensor, Tensor | None]:
         if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
             self._cache = None
             return self.generate()
@@ -124,20 +114,11 @@ class HyperScorer(Scorer):
         return self._cache[1:]
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
-        dropped = self.training and self.embed_dropout > 0
-        return linear(hidden, *(self.generate(self.embed_dropout) if dropped else self._current()))
+        return linear(*self.product(hidden, context))
 
     def product(self, hidden: Tensor, context: RoutingContext) -> Product:
         dropped = self.training and self.embed_dropout > 0
-        return Product(hidden, *(self.generate(self.embed_dropout) if dropped else self._current()))
-
-    def train(self, mode: bool = True) -> HyperScorer:
-        self._cache = None
-        super().train(mode)
-        return self
-
-    def step_end(self) -> None:
-        self._cache = None
+        return Product(hidden, *(self.generate(self.embed_dropout) if dropped else self.plain_linear()))
 
     def _apply(self, fn: Any, recurse: bool = True) -> HyperScorer:
         self._cache = None
@@ -151,18 +132,10 @@ class HyperScorer(Scorer):
 
 @register_router("hyperrouter", paper="Do et al. 2023, EMNLP; HyperRouter")
 def hyperrouter(
-    layer: LayerSpec,
-    *,
-    hyper_dim: Count = 256,
-    embed_dim: Count | None = None,
-    share: bool = False,
-    bias: bool = True,
-    l2: NotNegative = 0.0,
-    embed_dropout: BelowOne = 0.0,
-    init: Literal["normal", "hyperfan"] = "normal",
-    generate: Literal["whole", "expert"] = "whole",
-    gate: Literal["softmax", "sigmoid"] = "softmax",
-) -> Stages:
+    layer: LayerSpec, *, hyper_dim: Count = 256, embed_dim: Count | None = None, share: bool = False, bias: bool = True,
+    l2: NotNegative = 0.0, embed_dropout: BelowOne = 0.0, init: Literal["normal", "hyperfan"] = "normal",
+    generate: Literal["whole", "expert"] = "whole", gate: Literal["softmax", "sigmoid"] = "softmax",
+) -> Stages:  # fmt: skip
     """HyperRouter: a fixed random hypernetwork generates the linear router's weight and bias from a trained embedding.
 
     hyper_dim: hidden units of the hypernetwork.
@@ -179,11 +152,8 @@ def hyperrouter(
     each = generate == "expert"
     sizes = embed_dim, hyper_dim, layer.dim, 1 if each else layer.columns
     key = f"hypernetwork-{sizes}-{bias}-{init}-{generate}"
-    hypernetwork = layer.shared.get(key) if share else None
-    if hypernetwork is None:
-        hypernetwork = build_hypernetwork(*sizes, init, each, bias)
-    if share:
-        layer.shared[key] = hypernetwork
+    kept = layer.shared if share else {}
+    hypernetwork = kept[key] if key in kept else kept.setdefault(key, build_hypernetwork(*sizes, init, each, bias))
     score = HyperScorer(
         layer.dim, layer.columns, embed_dim, hypernetwork, bias=bias, each=each, embed_dropout=embed_dropout
     )

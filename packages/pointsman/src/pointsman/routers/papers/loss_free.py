@@ -17,13 +17,138 @@ from pointsman.auxiliary import assignment_counts
 from pointsman.ops.selection import top_k
 from pointsman.routers.frame.entries import Count, LayerSpec, NotNegative, Positive, Whole, register_router
 from pointsman.routers.frame.stage_values import LossInput, Scores, Selection, Tensors
-from pointsman.routers.frame.stages import Selector, Stages
+from pointsman.routers.frame.stages import FLOOR, Selector, Stage, Stages
 from pointsman.routers.frame.steps import Kind
-from pointsman.routers.papers.bias_updates import UPDATES, SignUpdate
 from pointsman.routers.papers.topk import linear_scores
 from pointsman.routing import RoutingContext
 
+SHARPNESS, MOMENTUM = 2.0, 0.5  # of SMEBU
 RATES = {"sign": 1e-3, "smebu": 5e-4, "share": 1e-2}
+
+
+def column_histogram(values: Tensor, low: Tensor, high: Tensor, bins: int, mask: Tensor | None = None) -> Tensor:
+    """[E, bins] int64: how many of the values [N, E] of each column lie in each of `bins` equal parts of [low, high].
+
+    Values outside count in the first or last part; rows where `mask` [N] is False count nowhere.
+    """
+    columns = values.shape[1]
+    place = ((values - low) / (high - low) * bins).long().clamp(0, bins - 1)
+    if mask is not None:
+        place = place.masked_fill(~mask[:, None], bins)
+    counts = torch.zeros(columns, bins + 1, dtype=torch.int64, device=values.device)
+    return counts.scatter_add_(1, place.T, torch.ones_like(place.T))[:, :bins]
+
+
+def largest_of_histogram(histogram: Tensor, rank: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """[E]: the middle of the part that holds each column's value number `rank` from the top (0 is the largest).
+
+    Args:
+        histogram: [E, bins], of `column_histogram` with the same low and high.
+        rank: scalar int64.
+    """
+    bins = histogram.shape[1]
+    above = (histogram.flip(1).cumsum(1) <= rank).sum(1)
+    return high - (above + 0.5) * ((high - low) / bins)
+
+
+class SignUpdate(Stage):
+    """b += D, D = rate sign(nbar - n) (Wang et al. 2024); with `centre` D - mean D.
+
+    n_i is how many real tokens chose expert i in the step, over all micro-batches and processes; nbar is their mean. A
+    step without real tokens moves nothing.
+    """
+
+    def __init__(self, rate: float, centre: bool) -> None:
+        super().__init__()
+        self.rate, self.centre = rate, centre
+
+    def statistics(self, scores: Tensor, bias: Tensor, k: int, mask: Tensor | None) -> Tensors:
+        """What the update needs of a micro-batch besides its counts: scores [N, E], mask [N]."""
+        return {}
+
+    @torch.no_grad()
+    def move(self, bias: Tensor, sums: Tensors) -> None:
+        """Moves the bias [E] in place; `sums` holds the step's counts [E], and what `statistics` gave."""
+        counts = sums["counts"]
+        below = torch.sign(counts.sum() - counts * len(counts))  # of nbar - n, in whole numbers
+        bias.add_(self.centred(self.rate * below.to(bias.dtype)))
+
+    def centred(self, change: Tensor) -> Tensor:
+        return change - change.mean() if self.centre else change
+
+
+class SmebuUpdate(SignUpdate):
+    """m = (m + D) / 2, b += m, D = rate tanh(2 (nbar - n) / nbar) (SMEBU: Arcee Trinity, arXiv 2602.17004)."""
+
+    def __init__(self, num_experts: int, rate: float, centre: bool) -> None:
+        super().__init__(rate, centre)
+        self.momentum: Tensor
+        self.register_buffer("momentum", torch.zeros(num_experts))
+
+    @torch.no_grad()
+    def move(self, bias: Tensor, sums: Tensors) -> None:
+        counts = sums["counts"].to(bias.dtype)
+        mean = counts.mean()
+        change = self.rate * torch.tanh(SHARPNESS * (mean - counts) / mean.clamp_min(FLOOR))
+        moved = self.momentum.lerp(self.centred(change), 1 - MOMENTUM)
+        self.momentum.copy_(torch.where(mean > 0, moved, self.momentum))
+        bias.add_(torch.where(mean > 0, moved, 0))
+
+
+class QuantileUpdate(SignUpdate):
+    """b_i = -((q + 1)-th largest over the step's tokens of s_i - a), q = floor(sum n / E) (Su 2026; Kimi K3).
+
+    a is the token's (k + 1)-th largest s + b. This is an exact step of coordinate descent on the dual of the balanced
+    assignment. The margins s_i - a are counted in `bins` parts of their range, so that counts of micro-batches and
+    processes add up; 0 keeps and sorts them, in one process only. Where k = E nothing moves. `reach` is an upper bound
+    of the scores.
+    """
+
+    def __init__(self, reach: float, bins: int, centre: bool) -> None:
+        super().__init__(0.0, centre)
+        self.reach, self.bins = reach, bins
+
+    def statistics(self, scores: Tensor, bias: Tensor, k: int, mask: Tensor | None) -> Tensors:
+        if k == len(bias):
+            return {}
+        margins = scores - (scores + bias).topk(k + 1, dim=-1).values[:, -1:]
+        if self.bins:
+            return {"histogram": column_histogram(margins, *self._range(bias), self.bins, mask)}
+        return {"margins": margins if mask is None else margins[mask]}
+
+    def _range(self, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """The bounds of s_i - s_j - b_j: the same for all micro-batches and processes of a step."""
+        return -self.reach - bias.max(), self.reach - bias.min()
+
+    @torch.no_grad()
+    def move(self, bias: Tensor, sums: Tensors) -> None:
+        chosen = sums["counts"].sum()
+        rank = chosen // len(bias)
+        if len(sums.get("margins", ())):
+            bias.copy_(self.centred(-sums["margins"].sort(0, descending=True).values[int(rank)]))
+        elif "histogram" in sums:
+            moved = self.centred(-largest_of_histogram(sums["histogram"], rank, *self._range(bias)))
+            bias.copy_(torch.where(chosen > 0, moved, bias))
+
+
+class ShareUpdate(SignUpdate):
+    """b_i += rate (K / E - n_i / T) / k for the E real experts, T real tokens in the step (LongCat, arXiv 2509.01322).
+
+    K, `real`, is the mean number of real experts that a token is to have; virtual experts keep their bias.
+    """
+
+    def __init__(self, real: float, num_real: int, rate: float, centre: bool) -> None:
+        super().__init__(rate, centre)
+        self.real, self.num_real = real, num_real
+
+    def statistics(self, scores: Tensor, bias: Tensor, k: int, mask: Tensor | None) -> Tensors:
+        return {"tokens": torch.full((), len(scores), device=scores.device) if mask is None else mask.sum()}
+
+    @torch.no_grad()
+    def move(self, bias: Tensor, sums: Tensors) -> None:
+        counts, tokens = sums["counts"].to(bias.dtype), sums["tokens"].to(bias.dtype)
+        change = self.real / self.num_real * tokens - counts[: self.num_real]
+        bias[: self.num_real].add_(self.centred(self.rate * change / counts.sum().clamp_min(1)))
 
 
 def keep_groups(choice: Tensor, groups: int, kept: int, k: int, group_score: str = "top2") -> Tensor:
@@ -48,30 +173,21 @@ class BiasedTopK(Selector):
     """A = top-k of s + b in the kept groups, w = s_A / max(sum s_A, 1e-20); `update` moves b in `step_end`.
 
     Args:
+        bias: b at the start.
         on_logits: A = top-k of z + b.
-        null_bias: where b starts for the experts from `num_real` on, the virtual ones.
+        groups, kept, group_score: as of `keep_groups`.
     """
 
     def __init__(
-        self,
-        num_experts: int,
-        update: SignUpdate | None,
-        renormalize: bool,
-        groups: int,
-        kept: int,
-        group_score: str,
-        on_logits: bool = False,
-        null_bias: float = 0.0,
-        num_real: int = 0,
-    ) -> None:
-        super().__init__()
+        self, bias: Tensor, update: SignUpdate | None, renormalize: bool, groups: int, kept: int, group_score: str,
+        on_logits: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(renormalize)
         self.update, self.on_logits = update, on_logits
-        self.renormalize, self.groups, self.kept, self.group_score = renormalize, groups, kept, group_score
+        self.groups, self.kept, self.group_score = groups, kept, group_score
         self.needs_step_end = update is not None
         self.bias: Tensor
-        self.register_buffer("bias", torch.zeros(num_experts))
-        if null_bias:
-            self.bias[num_real:] = null_bias
+        self.register_buffer("bias", bias)
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> Selection:
         probs = scores.probs.flatten(0, 1)
@@ -85,9 +201,8 @@ class BiasedTopK(Selector):
         mask = None if context.padding_mask is None else context.padding_mask.reshape(-1)
         chosen = experts if mask is None else experts.masked_fill(~mask[:, None], -1)
         statistics = {"counts": assignment_counts(chosen, len(bias))}
-        return Selection(
-            experts, weights, statistics={**statistics, **self.update.statistics(probs.detach(), bias, k, mask)}
-        )
+        statistics |= self.update.statistics(probs.detach(), bias, k, mask)
+        return Selection(experts, weights, statistics=statistics)
 
     def gather(self, statistics: Tensors) -> None:
         margins = {name: value for name, value in statistics.items() if name == "margins"}
@@ -106,28 +221,15 @@ def counted(given: LossInput) -> Tensor:
 
 
 @register_router(
-    "loss-free",
-    paper="Wang et al. 2024, arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437",
-    scores=linear_scores,
+    "loss-free", paper="Wang et al. 2024, arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437", scores=linear_scores,
     defaults={"bias": False, "gate": "sigmoid"},
-)
+)  # fmt: skip
 def loss_free(
-    layer: LayerSpec,
-    stages: Stages,
-    *,
-    biased: Literal["scores", "logits"] = "scores",
-    update: Literal["sign", "smebu", "quantile", "share", "none"] = "sign",
-    rate: NotNegative | None = None,
-    centre: bool | None = None,
-    groups: Count = 1,
-    kept: int = 1,
-    group_score: Literal["top2", "max"] = "top2",
-    bins: Whole = 1000,
-    nulls: Whole = 0,
-    kind: Kind = "zero",
-    null_bias: float = 0.0,
-    real: Positive | None = None,
-) -> Stages:
+    layer: LayerSpec, stages: Stages, *, biased: Literal["scores", "logits"] = "scores",
+    update: Literal["sign", "smebu", "quantile", "share", "none"] = "sign", rate: NotNegative | None = None,
+    centre: bool | None = None, groups: Count = 1, kept: int = 1, group_score: Literal["top2", "max"] = "top2",
+    bins: Whole = 1000, nulls: Whole = 0, kind: Kind = "zero", null_bias: float = 0.0, real: Positive | None = None,
+) -> Stages:  # fmt: skip
     """Loss-free balancing: top-k of score + bias, the bias moved after each step; weights are the scores alone.
 
     biased: what the bias is added to: the scores, or the logits (Kolibri 1).
@@ -155,8 +257,6 @@ def loss_free(
         raise ValueError(f"loss-free: option groups={groups}: update=quantile allows 1")
     if update == "quantile" and biased == "logits":
         raise ValueError("loss-free: option biased=logits: update=quantile allows scores")
-    if not nulls and kind != "zero":
-        raise ValueError(f"loss-free: option kind={kind}: nulls=0 allows zero")
     if (real is None) == (update == "share"):
         raise ValueError("loss-free: update=share needs real, the mean number of real experts, and real needs it")
     if not nulls and (null_bias or real is not None):
@@ -165,10 +265,16 @@ def loss_free(
         raise ValueError(f"loss-free: option real={real}: allowed are numbers up to {layer.top_k} (top_k)")
     rate = RATES.get(update, 0.0) if rate is None else rate
     centre = update not in ("sign", "share") if centre is None else centre
-    sizes = layer.columns, rate, centre, stages.normalize.reach, bins, real, layer.num_experts
-    moving = None if update == "none" else UPDATES[update](*sizes)
-    on_logits = biased == "logits"
-    select = BiasedTopK(
-        layer.columns, moving, layer.renormalize, groups, kept, group_score, on_logits, null_bias, layer.num_experts
-    )
+    moving: SignUpdate | None = None
+    if update == "sign":
+        moving = SignUpdate(rate, centre)
+    elif update == "smebu":
+        moving = SmebuUpdate(layer.columns, rate, centre)
+    elif update == "quantile":
+        moving = QuantileUpdate(stages.normalize.reach, bins, centre)
+    elif real is not None:
+        moving = ShareUpdate(real, layer.num_experts, rate, centre)
+    bias = torch.zeros(layer.columns)
+    bias[layer.num_experts :] = null_bias
+    select = BiasedTopK(bias, moving, layer.renormalize, groups, kept, group_score, biased == "logits")
     return replace(stages, select=select, counted=counted)

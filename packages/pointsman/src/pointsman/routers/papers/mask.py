@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from pointsman.routers.frame.entries import LayerSpec, Whole, register_router
-from pointsman.routers.frame.scoring import inside
 from pointsman.routers.frame.stage_values import Scored, Scores
 from pointsman.routers.frame.stages import Scorer, Stages, TopK
-from pointsman.routers.papers.hash import checked_ids
+from pointsman.routers.papers.hash import ByTokenIds
 from pointsman.routers.papers.topk import linear_scores
 from pointsman.routing import RoutingContext
 
@@ -21,29 +19,27 @@ VISIBLE = 8
 NEXT_LAYER = 1_000_003  # from the seed of one layer's sets to that of the layer above
 
 
-class MaskedScorer(Scorer):
+class MaskedScorer(ByTokenIds):
     """z of the scores, and -inf for the experts outside the token id's set.
 
     The set of an id are the first `width` of (e_0 + j stride) mod E, with e_0 and a stride coprime to E drawn from
     `seed`; `width` is `visible`, or 1 for the ids that `calibrate` found rare.
     """
 
-    needs = frozenset({"token_ids"})
+    name = "mask"
     first: Tensor
     stride: Tensor
     width: Tensor
     ready: Tensor
 
     def __init__(self, gate: Scorer, num_experts: int, vocab_size: int, visible: int, rare: int, seed: int) -> None:
-        super().__init__()
-        self.num_experts, self.vocab_size, self.visible, self.rare = num_experts, vocab_size, visible, rare
+        super().__init__(gate, num_experts, vocab_size)
+        self.visible, self.rare = visible, rare
         draw = torch.Generator().manual_seed(seed)
-        coprime = torch.tensor([step for step in range(1, max(2, num_experts)) if math.gcd(step, num_experts) == 1])
         self.register_buffer("first", torch.randint(num_experts, (vocab_size,), generator=draw))
-        self.register_buffer("stride", coprime[torch.randint(len(coprime), (vocab_size,), generator=draw)])
+        self.register_buffer("stride", self.strides(draw))
         self.register_buffer("width", torch.full((vocab_size,), visible))
         self.register_buffer("ready", torch.tensor(rare == 0))
-        self.gate = gate
 
     def calibrate(self, counts: Sequence[int] | Tensor) -> None:
         """Gives one visible expert to every id with fewer than `rare` occurrences.
@@ -65,21 +61,15 @@ class MaskedScorer(Scorer):
         """Whether `calibrate` must be called first."""
         return not bool(self.ready)
 
-    @property
-    def below(self) -> Mapping[str, int]:
-        return self.gate.below
-
     def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
-        ids = checked_ids("mask", self.vocab_size, context)
+        ids = self.ids(context)
         if self.rare and not torch.compiler.is_compiling() and not bool(self.ready):
             raise ValueError("mask: rare needs the counts of token ids: call router.score.calibrate(counts)")
         places = torch.arange(self.num_experts, device=hidden.device)
         order = (self.first[ids][..., None] + places * self.stride[ids][..., None]) % self.num_experts
         seen = torch.zeros_like(order, dtype=torch.bool).scatter(-1, order, places < self.width[ids][..., None])
-        scored = inside(self.gate, hidden, context)
-        return replace(
-            scored, logits=scored.logits.masked_fill(~seen, -torch.inf), extra={**scored.extra, "seen": seen}
-        )
+        scored = self.inside(hidden, context, seen=seen)
+        return replace(scored, logits=scored.logits.masked_fill(~seen, -torch.inf))
 
 
 class VisibleTopK(TopK):
@@ -97,12 +87,9 @@ class VisibleTopK(TopK):
 
 
 @register_router(
-    "mask",
-    paper="Su et al. 2024, arXiv 2407.09816",
-    scores=linear_scores,
-    defaults={"bias": False},
+    "mask", paper="Su et al. 2024, arXiv 2407.09816", scores=linear_scores, defaults={"bias": False},
     renormalize=lambda layer: layer.top_k > 1,
-)
+)  # fmt: skip
 def mask(layer: LayerSpec, stages: Stages, *, visible: int | None = None, rare: Whole = 0, seed: int = 0) -> Stages:
     """p = softmax(W h) over the experts that the token id may see; top-k of p.
 

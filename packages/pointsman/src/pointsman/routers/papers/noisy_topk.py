@@ -1,4 +1,5 @@
-"""Noisy top-k gating with importance and load losses (Shazeer et al. 2017, arXiv 1701.06538)."""
+"""Noise on the logits in training, with importance and load losses: Shazeer et al. 2017 (arXiv 1701.06538), and V-MoE
+(Riquelme et al. 2021, arXiv 2106.05974), whose noise is not trained."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from pointsman.routers.frame.entries import LayerSpec, NotNegative, register_rou
 from pointsman.routers.frame.scoring import extended, linear
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scored
 from pointsman.routers.frame.stages import Scorer, Stages
-from pointsman.routers.papers.topk import INIT_STD, LinearScorer
+from pointsman.routers.papers.topk import INIT_STD, LinearScorer, linear_scores
 from pointsman.routing import RoutingContext
 
 
@@ -50,8 +51,7 @@ class Noisy(Scorer):
 
 def squared_variation(values: Tensor) -> Tensor:
     """CV^2 = variance / mean^2 of values [E], the variance with divisor E; 0 where all are 0."""
-    mean = values.mean()
-    return (values - mean).square().mean() / mean.square().clamp_min(torch.finfo(values.dtype).tiny)
+    return values.var(correction=0) / values.mean().square().clamp_min(torch.finfo(values.dtype).tiny)
 
 
 def importance_loss(given: LossInput) -> Tensor:
@@ -97,14 +97,9 @@ def noiseless(layer: LayerSpec, *, init: Init = "zeros") -> Stages:
 
 @register_router("noisy-topk", paper="Shazeer et al. 2017, arXiv 1701.06538", scores=noiseless)
 def noisy_topk(
-    layer: LayerSpec,
-    stages: Stages,
-    *,
-    importance: NotNegative = 0.1,
-    load: NotNegative = 0.1,
-    epsilon: NotNegative = 0.0,
-    init: Init = "zeros",
-) -> Stages:
+    layer: LayerSpec, stages: Stages, *, importance: NotNegative = 0.1, load: NotNegative = 0.1,
+    epsilon: NotNegative = 0.0, init: Init = "zeros",
+) -> Stages:  # fmt: skip
     """Noisy top-k gating: a linear router with trained noise in training; losses keep importance and load even.
 
     importance: weight of the squared coefficient of variation of the experts' sums of weights.
@@ -119,3 +114,56 @@ def noisy_topk(
     noisy.noise_weight = nn.Parameter(noise * (INIT_STD if init == "normal" else 0.0))
     losses = {"importance": Loss(importance_loss, importance), "load": Loss(load_loss, load)}
     return replace(stages, score=noisy, losses=losses)
+
+
+class Perturbed(Scorer):
+    """z' = z + N(0, (noise / E)^2) in training, z in evaluation; keeps the clean z for the losses."""
+
+    accepts_half = True
+    deviation: float
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
+        scored = Scored.of(super().forward(hidden, context))
+        clean, deviation = scored.logits, self.deviation
+        noisy = clean + deviation * randn_like(clean, self.ranks) if self.training and deviation else clean
+        return replace(scored, logits=noisy, extra={**scored.extra, "clean": clean})
+
+    def importance(self, given: LossInput) -> Tensor:
+        """(std / mean)^2 of the importance sum_t softmax(z)_t, over experts; 0 at balance. In training only."""
+        clean = given.extra["clean"].flatten(0, 1)
+        if not self.training:
+            return clean.new_zeros(())
+        return squared_variation(given.token_mean(torch.softmax(clean, -1)))
+
+    def load(self, given: LossInput) -> Tensor:
+        """(std / mean)^2 of the load mean_t P(e is chosen under a new draw of its noise); 0 at balance. Training only.
+
+        P = 1 - Phi((threshold_t - z_te) / (noise / E)), the threshold being the k-th largest noisy logit.
+        """
+        clean = given.extra["clean"].flatten(0, 1)
+        if not (self.training and self.deviation and len(clean)):
+            return clean.new_zeros(())
+        threshold = given.logits.topk(given.experts.shape[-1], dim=-1).values[:, -1:]
+        chosen = 1 - torch.special.ndtr((threshold - clean) / self.deviation)
+        return squared_variation(given.token_mean(chosen))
+
+
+@register_router(
+    "vmoe", paper="Riquelme et al. 2021, arXiv 2106.05974", scores=linear_scores, needs="softmax", renormalize=False,
+    defaults={"bias": False, "noise": 0.0},
+)  # fmt: skip
+def vmoe(
+    layer: LayerSpec, stages: Stages, *, noise: NotNegative = 1.0, importance: NotNegative = 0.005,
+    load: NotNegative = 0.005,
+) -> Stages:  # fmt: skip
+    """p = softmax(W h + noise), top-k of p, weights not renormalised; importance and load losses.
+
+    noise: times 1/E is the standard deviation of the noise on the logits in training.
+    importance: weight of the squared coefficient of variation of the experts' summed probabilities.
+    load: the same of the probability that an expert is chosen under a new draw of the noise.
+    """
+    scorer = extended(stages.score, Perturbed)
+    scorer.deviation = noise / layer.num_experts
+    scorer.training_stochastic = scorer.training_stochastic or noise > 0
+    losses = {"importance": Loss(scorer.importance, importance), "load": Loss(scorer.load, load)}
+    return replace(stages, score=scorer, losses=losses)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -103,7 +103,5 @@ def recurrent(layer: LayerSpec, *, width: Count | None = None, depth: Literal["g
     cell: Cell | None = None
     if depth == "gru":
         key = f"recurrent-{width}"
-        shared = layer.shared[key] if key in layer.shared else layer.shared.setdefault(key, Cell(width))
-        assert isinstance(shared, Cell)
-        cell = shared
+        cell = cast(Cell, layer.shared[key] if key in layer.shared else layer.shared.setdefault(key, Cell(width)))
     return Stages(DepthScorer(layer.dim, layer.columns, width, cell))

@@ -71,14 +71,10 @@ class Positive(Selector):
 
 
 @register_router(
-    "relu",
-    paper="Wang et al. 2025, ICLR, arXiv 2412.14711",
-    scores=linear_scores,
-    defaults={"bias": False, "gate": "relu"},
-    needs="relu",
-    renormalize=False,
+    "relu", paper="Wang et al. 2025, ICLR, arXiv 2412.14711", scores=linear_scores,
+    defaults={"bias": False, "gate": "relu"}, needs="relu", renormalize=False,
     starts_at=lambda layer: layer.num_experts,
-)
+)  # fmt: skip
 def relu(layer: LayerSpec, stages: Stages, *, balanced: bool = True) -> Stages:
     """R = relu(W h): experts with R > 0, weight R. The layer's top_k is the mean number of experts that it trains to.
 

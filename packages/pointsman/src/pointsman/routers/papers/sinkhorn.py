@@ -99,13 +99,10 @@ def sigmoid_at_top_1(layer: LayerSpec, *, gate: Literal["softmax", "sigmoid"] | 
 
 @register_router("sinkhorn", paper="Clark et al. 2022, arXiv 2202.01169", scores=sigmoid_at_top_1, renormalize=False)
 def sinkhorn(
-    layer: LayerSpec,
-    stages: Stages,
-    *,
-    temperature: Positive = 1.0,
+    layer: LayerSpec, stages: Stages, *, temperature: Positive = 1.0,
     iterations: Annotated[int, Allowed("whole numbers from 1 to 10000", lambda value: 1 <= value <= 10_000)] = 30,
     group: Literal["batch", "sequence"] = "batch",
-) -> Stages:
+) -> Stages:  # fmt: skip
     """z = W h. Training: top-k of the Sinkhorn plan over the group's tokens. Evaluation: top-k of z.
 
     temperature: of the plan, exp(z / temperature).

@@ -27,21 +27,17 @@ class FrozenLinearScorer(Scorer):
         self.register_buffer("bias", torch.zeros(num_experts))
         self.log_temperature = nn.Parameter(torch.zeros(())) if learn_temperature else None
 
-    def _plain(self) -> tuple[Tensor, Tensor]:
+    def plain_linear(self) -> tuple[Tensor, Tensor]:
         if self.log_temperature is None:
             return self.weight, self.bias
         sharpness = torch.exp(-self.log_temperature.to(self.weight.dtype))
         return self.weight * sharpness, self.bias * sharpness
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
-        weight, bias = self._plain()
-        return linear(hidden, weight, bias)
-
-    def plain_linear(self) -> tuple[Tensor, Tensor]:
-        return self._plain()
+        return linear(hidden, *self.plain_linear())
 
     def product(self, hidden: Tensor, context: RoutingContext) -> Product:
-        return Product(hidden, *self._plain())
+        return Product(hidden, *self.plain_linear())
 
 
 @register_router("smoe-dropout", paper="Chen et al. 2023, arXiv 2303.01610")

@@ -82,13 +82,9 @@ def slot_scores(layer: LayerSpec, *, slots: Count = 1) -> Stages:
 
 
 @register_router(
-    "soft",
-    paper="Puigcerver et al. 2023, arXiv 2308.00951",
-    scores=slot_scores,
-    needs="softmax",
-    renormalize=False,
+    "soft", paper="Puigcerver et al. 2023, arXiv 2308.00951", scores=slot_scores, needs="softmax", renormalize=False,
     fixed_k=True,
-)
+)  # fmt: skip
 def soft(layer: LayerSpec, stages: Stages) -> Stages:
     """Soft MoE: each expert works on weighted means of a sequence's tokens (slots). Every token uses all experts."""
     each = stages.score.phi.shape[1] if isinstance(stages.score, SlotScorer) else 1

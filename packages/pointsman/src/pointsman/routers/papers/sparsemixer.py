@@ -92,20 +92,14 @@ class Drawn(Selector):
 
 
 @register_router(
-    "sparsemixer",
-    paper="Liu et al. 2023, arXiv 2310.00811; 2024, arXiv 2409.12136",
-    scores=linear_scores,
-    defaults={"bias": False},
-    needs="softmax",
-    renormalize=False,
-)
+    "sparsemixer", paper="Liu et al. 2023, arXiv 2310.00811; 2024, arXiv 2409.12136", scores=linear_scores,
+    defaults={"bias": False}, needs="softmax", renormalize=False,
+)  # fmt: skip
 def sparsemixer(
-    layer: LayerSpec,
-    stages: Stages,
-    *,
+    layer: LayerSpec, stages: Stages, *,
     r: Annotated[float, Allowed("numbers from 0 to 1000", lambda value: 0 <= value <= 1e3)] = 0.1,
     version: Literal["1", "2"] = "2",
-) -> Stages:
+) -> Stages:  # fmt: skip
     """Experts are drawn from a softmax of the largest logits; the router gets a midpoint estimate of its gradient.
 
     r: experts further than 2 r below the largest logit (relative) are never drawn (version 1: 0.1; Phi-3.5-MoE: 0.01).

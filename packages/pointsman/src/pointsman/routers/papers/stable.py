@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,10 +12,9 @@ from torch import Tensor, nn
 from pointsman.auxiliary import assignment_counts
 from pointsman.ops.selection import top_k
 from pointsman.routers.frame.entries import LayerSpec, NotNegative, Whole, register_router
-from pointsman.routers.frame.scoring import inside
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores
 from pointsman.routers.frame.stages import Scorer, Selector, Sigmoid, Stages
-from pointsman.routers.papers.hash import checked_ids
+from pointsman.routers.papers.hash import ByTokenIds
 from pointsman.routers.papers.topk import LinearScorer
 from pointsman.routing import RoutingContext
 
@@ -26,7 +24,7 @@ EARLIER = {"token": 0, "bigram": 1, "cnn": 4}
 """How many earlier tokens each light router sees."""
 
 
-class TwoStageScorer(Scorer):
+class TwoStageScorer(ByTokenIds):
     """z = C h, and the light router's scores u . K_e, which stage two and evaluation choose by.
 
     u_t = D[id_t] ("token"), the mean of D[id_t] and D[id_(t-1)] ("bigram"; the first token alone), or
@@ -35,7 +33,7 @@ class TwoStageScorer(Scorer):
     `stage_one` of them D, K and c never train again, and the losses are 0.
     """
 
-    needs = frozenset({"token_ids"})
+    name = "stable"
     needs_step_end = True
     changes_with_step = True
     no_decay = ("token",)
@@ -44,9 +42,8 @@ class TwoStageScorer(Scorer):
     def __init__(
         self, gate: Scorer, num_experts: int, vocab_size: int, stage_one: int, kind: str = "token", own: bool = True
     ) -> None:
-        super().__init__()
-        self.vocab_size, self.stage_one, self.kind = vocab_size, stage_one, kind
-        self.gate = gate
+        super().__init__(gate, num_experts, vocab_size)
+        self.stage_one, self.kind = stage_one, kind
         self.token = nn.Parameter(torch.randn(vocab_size, WIDTH))
         self.light = nn.Parameter(torch.empty(num_experts, WIDTH))
         for weight in (*(gate.parameters() if own else ()), self.light):
@@ -59,18 +56,13 @@ class TwoStageScorer(Scorer):
         self._has_frozen = False
         self._freeze_light()
 
-    @property
-    def below(self) -> Mapping[str, int]:
-        return self.gate.below
-
     def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
-        ids = checked_ids("stable", self.vocab_size, context)
+        ids = self.ids(context)
         seen, carry = self._seen(ids, context)
         light = self._features(seen, ids.shape[1]).to(hidden.dtype) @ self.light.to(hidden.dtype).T
         second = self.steps >= self.stage_one
-        extra = {"light": torch.where(second, light.detach(), light), "second": second}
-        scored = inside(self.gate, hidden, context)
-        return replace(scored, extra={**scored.extra, **extra}, carry={**scored.carry, **carry})
+        scored = self.inside(hidden, context, light=torch.where(second, light.detach(), light), second=second)
+        return replace(scored, carry={**scored.carry, **carry})
 
     def _seen(self, ids: Tensor, context: RoutingContext) -> tuple[Tensor, dict[str, Tensor]]:
         """The ids [B, earlier + T] that the light router reads, -1 for padding and for none; and those to carry on."""
@@ -131,12 +123,13 @@ class TwoStageScorer(Scorer):
         if self.steps.is_meta:
             return
         parts = [parameter for parameter in (self.token, self.light, self.kernel) if parameter is not None]
+        gate: Scorer = self.gate  # type: ignore[assignment]
         if int(self.steps) >= self.stage_one:
             for parameter in parts:
                 self._has_frozen |= parameter.requires_grad
                 parameter.requires_grad_(False)
                 parameter.grad = None  # momentum and weight decay would move it
-        elif self._has_frozen and any(one.requires_grad for one in self.gate.parameters()):
+        elif self._has_frozen and any(one.requires_grad for one in gate.parameters()):
             self._has_frozen = False
             for parameter in parts:
                 parameter.requires_grad_(True)
@@ -167,14 +160,9 @@ def stage_scores(layer: LayerSpec) -> Stages:
 
 @register_router("stable", paper="Dai et al. 2022, ACL, arXiv 2204.08396", scores=stage_scores, renormalize=False)
 def stable(
-    layer: LayerSpec,
-    stages: Stages,
-    *,
-    stage_one: Whole = 6000,
-    load: NotNegative = 0.3,
-    distill: NotNegative = 0.3,
+    layer: LayerSpec, stages: Stages, *, stage_one: Whole = 6000, load: NotNegative = 0.3, distill: NotNegative = 0.3,
     light: Literal["token", "bigram", "cnn"] = "token",
-) -> Stages:
+) -> Stages:  # fmt: skip
     """Two stages: a balanced router is learned and distilled into one of token ids alone, which is then frozen.
 
     stage_one: optimizer steps of stage one (the released code: 6,000 of 60,000).

@@ -48,23 +48,13 @@ def mean_entropy(given: LossInput) -> Tensor:
 
 
 @register_router(
-    "top-p",
-    paper="Huang et al. 2024, arXiv 2403.07652",
-    scores=linear_scores,
-    defaults={"bias": False},
-    needs="distribution",
-    balance=0.01,
-    renormalize=False,
-    starts_at=lambda layer: layer.num_experts,
-)
+    "top-p", paper="Huang et al. 2024, arXiv 2403.07652", scores=linear_scores, defaults={"bias": False},
+    needs="distribution", balance=0.01, renormalize=False, starts_at=lambda layer: layer.num_experts,
+)  # fmt: skip
 def top_p(
-    layer: LayerSpec,
-    stages: Stages,
-    *,
-    tau: Share = 0.4,
-    dynamic: NotNegative = 0.0001,
+    layer: LayerSpec, stages: Stages, *, tau: Share = 0.4, dynamic: NotNegative = 0.0001,
     counted: Literal["all", "first"] = "all",
-) -> Stages:
+) -> Stages:  # fmt: skip
     """p = softmax(W h); the smallest set of best experts whose probabilities reach tau. k is a cap.
 
     tau: the probability that the chosen experts must reach together; 1 = all experts.

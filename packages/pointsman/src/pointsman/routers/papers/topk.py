@@ -1,4 +1,7 @@
-"""Linear routers with top-k selection: SMoE (Shazeer et al. 2017) and Switch (Fedus et al. 2022)."""
+"""Linear routers with top-k selection: SMoE (Shazeer et al. 2017), Switch (Fedus et al. 2022), and experts in turn.
+
+`smoe` has the losses that keep experts apart (Guo et al. 2025, arXiv 2505.22323) as options.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ from pointsman.ops.drawing import own_rows, randn_like
 from pointsman.ops.linear import upcast
 from pointsman.routers.frame.entries import LayerSpec, NotNegative, Positive, Probability, Whole, register_router
 from pointsman.routers.frame.scoring import extended, linear
-from pointsman.routers.frame.stage_values import Loss, Scored
-from pointsman.routers.frame.stages import GATES, Product, Scorer, Stages
+from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores
+from pointsman.routers.frame.stages import GATES, Product, Scorer, Selector, Stages
 from pointsman.routers.frame.steps import Kind
-from pointsman.routers.papers.specialising import Answering, projections, score_variance
 from pointsman.routing import RoutingContext
 
 INIT_STD = 0.02
+EPS = 1e-6
 
 
 class LinearScorer(Scorer):
@@ -82,14 +85,9 @@ class LinearScorer(Scorer):
 
 
 def linear_scores(
-    layer: LayerSpec,
-    *,
-    gate: Literal["softmax", "sigmoid", "sqrtsoftplus", "relu"] = "softmax",
-    bias: bool = True,
-    noise: NotNegative = 0.0,
-    jitter: Probability = 0.0,
-    residual: bool = False,
-) -> Stages:
+    layer: LayerSpec, *, gate: Literal["softmax", "sigmoid", "sqrtsoftplus", "relu"] = "softmax", bias: bool = True,
+    noise: NotNegative = 0.0, jitter: Probability = 0.0, residual: bool = False,
+) -> Stages:  # fmt: skip
     """A trained linear map W h + b.
 
     gate: softmax over all experts; or of each expert a sigmoid, sqrt(softplus(z)) (DeepSeek-V4) or a ReLU.
@@ -100,6 +98,54 @@ def linear_scores(
     """
     score = LinearScorer(layer.dim, layer.columns, bias=bias, noise=noise, jitter=jitter, residual=residual)
     return Stages(score, GATES[gate]())
+
+
+class Answering(Scorer):
+    """The scores, and in training the products of all experts' outputs of each token [N, E, E]."""
+
+    one_process = "with orthogonality each token runs all experts where it is"
+    may_need_responses = True
+    accepts_half = True
+
+    @property
+    def needs_responses(self) -> bool:  # type: ignore[override]
+        return self.training
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor | Scored:
+        found = super().forward(hidden, context)
+        if not self.training:
+            return found
+        if context.responses is None:
+            raise ValueError("orthogonality: it asks the experts of the MoE layer: the router is not in one")
+        scored = Scored.of(found)
+        (products,) = context.responses(_products)
+        return replace(scored, extra={**scored.extra, "products": products})
+
+
+def _products(outputs: Tensor) -> tuple[Tensor]:
+    outputs = upcast(outputs)
+    return (outputs @ outputs.mT,)
+
+
+def projections(given: LossInput) -> Tensor:
+    """Mean over tokens of sum_(i, j chosen, i != j) |<E_i, E_j> / (<E_j, E_j> + eps) E_j|; virtual experts left out."""
+    if "products" not in given.extra:
+        return given.logits.new_zeros(())
+    products = given.extra["products"].to(given.logits.dtype)
+    squares = products.diagonal(dim1=1, dim2=2)  # [N, E]
+    each = products.abs() * (squares.clamp_min(EPS**2).sqrt() / (squares + EPS))[:, None]
+    chosen = torch.zeros_like(given.logits).scatter_add(
+        1, given.experts.clamp_min(0), (given.experts >= 0).to(each.dtype)
+    )
+    chosen = chosen[:, : given.num_experts]
+    others = 1 - torch.eye(given.num_experts, dtype=each.dtype, device=each.device)
+    return given.token_mean((each * others * chosen[:, :, None] * chosen[:, None]).sum((1, 2))[:, None]).sum()
+
+
+def score_variance(given: LossInput) -> Tensor:
+    """Minus the sum over experts of the variance of their scores over the real tokens."""
+    mean = given.token_mean(given.unmixed)
+    return -given.token_mean((given.unmixed - mean).square()).sum()
 
 
 @register_router(
@@ -132,13 +178,27 @@ def smoe(
 
 
 @register_router(
-    "switch",
-    paper="Fedus et al. 2022, arXiv 2101.03961",
-    scores=linear_scores,
-    balance=0.01,
-    renormalize=False,
+    "switch", paper="Fedus et al. 2022, arXiv 2101.03961", scores=linear_scores, balance=0.01, renormalize=False,
     starts_at=lambda layer: 1,
-)
+)  # fmt: skip
 def switch(layer: LayerSpec, stages: Stages) -> Stages:
     """Switch Transformer: top-1, the weight is the expert's probability, balance loss 0.01."""
     return stages
+
+
+class InTurn(Selector):
+    """Token n of the batch takes the experts (n k + j) mod E, j < k; weights are their probabilities."""
+
+    batch_invariant = False  # the place in the batch decides
+
+    def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
+        probs = scores.probs.flatten(0, 1)
+        tokens, num_experts = probs.shape
+        experts = torch.arange(tokens * k, device=probs.device).remainder(num_experts).view(tokens, k)
+        return experts, self.renormalized(probs.gather(-1, experts))
+
+
+@register_router("forced", paper="for speed tests", scores=linear_scores, defaults={"bias": False})
+def forced(layer: LayerSpec, stages: Stages) -> Stages:
+    """Forced balance, for speed tests: token n takes the experts (n k + j) mod E, with weights softmax(W h)."""
+    return replace(stages, select=InTurn(layer.renormalize))

@@ -34,16 +34,9 @@ class CosineScorer(Scorer):
     accepts_half = True
 
     def __init__(
-        self,
-        dim: int,
-        num_experts: int,
-        routing_dim: int | None,
-        *,
-        expert_norm: float,
-        normalize_tokens: bool = True,
-        normalize_experts: bool = True,
-        orthogonal: bool = False,
-    ) -> None:
+        self, dim: int, num_experts: int, routing_dim: int | None, *, expert_norm: float, normalize_tokens: bool = True,
+        normalize_experts: bool = True, orthogonal: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.expert_norm = expert_norm
         self.normalize_tokens, self.normalize_experts = normalize_tokens, normalize_experts
@@ -55,17 +48,7 @@ class CosineScorer(Scorer):
         self.expert_embeddings = nn.Parameter(F.normalize(directions, dim=-1) * expert_norm)
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
-        if self.projection is None:
-            tokens = upcast(hidden)
-        else:
-            tokens = linear(hidden, self.projection.weight)
-        experts = self.expert_embeddings.to(tokens.dtype)
-        if self.normalize_experts:
-            experts = F.normalize(experts, dim=-1, eps=NORM_FLOOR)
-        scores = linear(tokens, experts)
-        if self.normalize_tokens:
-            scores = scores / torch.linalg.vector_norm(tokens, dim=-1, keepdim=True).clamp_min(NORM_FLOOR)
-        return scores
+        return linear(*self.product(hidden, context))
 
     def product(self, hidden: Tensor, context: RoutingContext) -> Product:
         tokens = upcast(hidden) if self.projection is None else linear(hidden, self.projection.weight)
@@ -121,14 +104,9 @@ def _weight_is_the_gate_at_top_1(layer: LayerSpec) -> bool:
     "xmoe", paper="Chi et al. 2022, arXiv 2204.09179", balance=0.01, renormalize=_weight_is_the_gate_at_top_1
 )
 def xmoe(
-    layer: LayerSpec,
-    *,
-    routing_dim: Width | None = None,
-    normalize: bool = True,
-    expert_norm: Positive = 0.1,
-    gate: Literal["softmax", "sigmoid"] = "softmax",
-    tau0: Positive | None = None,
-) -> Stages:
+    layer: LayerSpec, *, routing_dim: Width | None = None, normalize: bool = True, expert_norm: Positive = 0.1,
+    gate: Literal["softmax", "sigmoid"] = "softmax", tau0: Positive | None = None,
+) -> Stages:  # fmt: skip
     """X-MoE: cosines in a low-dimensional space, a learnable temperature, balance loss 0.01 on softmax(cosines / tau0).
 
     Built with top_k=1 the combine weight is the gate's value; with a larger k it is renormalised over the k.
@@ -154,11 +132,9 @@ def xmoe(
 
 
 @register_router(
-    "xmoe-torchscale",
-    paper="X-MoE as the library torchscale has it",
-    balance=0.01,
+    "xmoe-torchscale", paper="X-MoE as the library torchscale has it", balance=0.01,
     renormalize=_weight_is_the_gate_at_top_1,
-)
+)  # fmt: skip
 def xmoe_torchscale(layer: LayerSpec, *, routing_dim: Count = 16, expert_norm: Positive = 1.5) -> Stages:
     """X-MoE as in torchscale and its forks; nothing is dropped.
 
