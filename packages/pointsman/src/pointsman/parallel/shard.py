@@ -24,7 +24,7 @@ from pointsman.ops.linear import autocast_enabled
 from pointsman.parallel.layout import Layout
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.frame.router import Router
-from pointsman.routers.frame.stages import Stage
+from pointsman.routers.frame.stage_values import Stage
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

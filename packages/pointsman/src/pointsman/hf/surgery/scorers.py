@@ -11,7 +11,8 @@ from pointsman.hf.forms import Form
 from pointsman.hf.layouts import LAYOUTS
 from pointsman.routers.frame.registry import entry, format_spec, parse_spec
 from pointsman.routers.frame.router import Router
-from pointsman.routers.frame.stages import Scorer, Sigmoid, Softmax, Stage, TopK
+from pointsman.routers.frame.stage_values import Stage
+from pointsman.routers.frame.stages import Scorer, Sigmoid, Softmax, TopK
 from pointsman.routers.papers.hash import TableScorer
 from pointsman.routers.papers.hyper import HyperScorer
 from pointsman.routers.papers.smoe_dropout import FrozenLinearScorer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pointsman.routers.frame.entries import BASELINES, MIXERS, ROUTERS, Entry, LayerSpec
-from pointsman.routers.frame.registry import converted, default_of, halves, parse_spec, part
+from pointsman.routers.frame.registry import converted, halves, parse_spec, part
 
 
 def canonical(spec: str) -> str:
@@ -20,7 +20,7 @@ def canonical(spec: str) -> str:
     of_scores, of_choice, common = halves(parsed, spec)
     choice, build = ROUTERS[parsed.chooses], ROUTERS[parsed.router].build
     changed = {name: value for name, value in of_choice.items() if value != choice.of_choice[name].default}
-    changed |= {name: value for name, value in common.items() if value != default_of(choice, name)}
+    changed |= {name: value for name, value in common.items() if value != choice.common_default(name)}
     virtual = {"nulls", "kind"} & changed.keys()
     alike = [one for one in ROUTERS.values() if _rules(one) == _rules(choice) and (_chosen(one) == _chosen(choice))]
     names = {one.name for one in alike if not virtual or one.choose}

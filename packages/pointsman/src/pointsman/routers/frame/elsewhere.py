@@ -13,7 +13,7 @@ from importlib import import_module, metadata
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-from pointsman.routers.frame.registry import list_mixers, list_routers
+from pointsman.routers.frame.entries import MIXERS, ROUTERS
 
 GROUP = "pointsman.routers"
 
@@ -34,15 +34,9 @@ def load_installed() -> None:
 def import_routers(name: str) -> str:
     """Imports a module, or a Python file, whose import registers routers.
 
-    Args:
-        name: a module as `import` takes it, or the path of a file that ends in .py; the file's folder is added to the
-            end of the module search path.
-
-    Returns:
-        What to record: the module's name, or the file's absolute path.
-
-    Raises:
-        ValueError: there is no such module or file, it fails, or it registers no router.
+    `name` is a module as `import` takes it, or the path of a file that ends in .py, whose folder is added to the end of
+    the module search path. Returns what to record: the module's name, or the file's absolute path. ValueError: there is
+    no such module or file, it fails, or it registers no router.
     """
     where = f"--import {name!r}"
     path = Path(name).absolute() if name.endswith(".py") else None
@@ -53,20 +47,19 @@ def import_routers(name: str) -> str:
     module = name if path is None else f"pointsman_import_{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}"
     if module in sys.modules:
         return name if path is None else str(path)
-    before = len(list_routers()) + len(list_mixers())
+    before = len(ROUTERS | MIXERS)
     try:
         if path is None:
             import_module(module)
         else:
             _import_file(module, path)
-    except ModuleNotFoundError as error:
-        if error.name and (module == error.name or module.startswith(error.name + ".")):
-            hint = f"; did you mean {name}.py?" if Path(f"{name}.py").is_file() else ""
-            raise ValueError(f"{where}: there is no module {error.name!r}{hint}") from None
-        raise ValueError(f"{where}: it fails with {_told(error)}") from None
     except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module}.".startswith(f"{missing}."):
+            hint = f"; did you mean {name}.py?" if Path(f"{name}.py").is_file() else ""
+            raise ValueError(f"{where}: there is no module {missing!r}{hint}") from None
         raise ValueError(f"{where}: it fails with {_told(error)}") from None
-    if before == len(list_routers()) + len(list_mixers()):
+    if before == len(ROUTERS | MIXERS):
         raise ValueError(f"{where}: it registers no router; it needs a function under @register_router(…)")
     return name if path is None else str(path)
 

@@ -23,15 +23,10 @@ BASELINES = {
 """Baselines without a router: models build them, `compare` lists them."""
 
 
-def is_baseline(spec: str) -> bool:
-    """Whether a router setting (a spec, or several) is a baseline, which always stands alone."""
-    return spec.partition(":")[0] in BASELINES
-
-
 def has_one_k(spec: str) -> bool:
     """Whether k is always the number of experts: a baseline, or a router with `fixed_k`."""
     parts = [part.partition("+")[0].rpartition("@")[2].partition(":")[0].strip() for part in spec.split("|")]
-    return is_baseline(spec) or any(name in ROUTERS and ROUTERS[name].fixed_k for name in parts)
+    return any(name in BASELINES or (name in ROUTERS and ROUTERS[name].fixed_k) for name in parts)
 
 
 class Allowed(NamedTuple):
@@ -86,7 +81,7 @@ class LayerSpec:
         return self.num_experts + len(self.virtual)
 
     def need_vocab_size(self, router: str) -> int:
-        """The vocabulary's size; ValueError, in the router's name, where it is not known."""
+        """The vocabulary's size; ValueError where it is not known."""
         if self.vocab_size is None:
             raise ValueError(f"{router}: the router routes by token ids and needs vocab_size, the number of token ids")
         return self.vocab_size
@@ -129,19 +124,16 @@ class Entry:
         """Its own options by name, of both halves."""
         return {**self.of_scores, **self.of_choice}
 
+    def common_default(self, name: str) -> Any:
+        """The default of an option of every router under this choice."""
+        return self.balance if name == "balance" else COMMON.options[name].default
+
     @cached_property
     def allowed(self) -> dict[str, Allowed]:
         """The range of each option that has one."""
-        return {
-            name: one
-            for function in (self.build, self.choose)
-            if function is not None
-            for name, hint in get_type_hints(function, include_extras=True).items()
-            for part in (hint, *get_args(hint))
-            if get_origin(part) is Annotated
-            for one in part.__metadata__
-            if isinstance(one, Allowed)
-        }
+        both = [get_type_hints(one, include_extras=True) for one in (self.build, self.choose) if one is not None]
+        parts = [(name, part) for hints in both for name, hint in hints.items() for part in (hint, *get_args(hint))]
+        return {name: part.__metadata__[0] for name, part in parts if get_origin(part) is Annotated}
 
     @property
     def halves(self) -> tuple[str, str]:

@@ -27,7 +27,6 @@ from pointsman.routers.frame.entries import (
     LayerSpec,
     entry,
     has_one_k,
-    is_baseline,
     list_mixers,
     list_routers,
     register_mixer,
@@ -37,8 +36,8 @@ from pointsman.routers.frame.router import Router, check_top_k
 from pointsman.routers.frame.stages import NEEDS, Mixer, Selector, Stages, TopK
 
 __all__ = [
-    "BASELINES", "COMMON", "MIXERS", "ROUTERS", "Entry", "LayerSpec", "entry", "has_one_k", "is_baseline",
-    "list_mixers", "list_routers", "register_mixer", "register_router",
+    "BASELINES", "COMMON", "MIXERS", "ROUTERS", "Entry", "LayerSpec", "entry", "has_one_k", "list_mixers",
+    "list_routers", "register_mixer", "register_router",
 ]  # fmt: skip
 
 
@@ -74,17 +73,14 @@ def parse_spec(spec: str) -> ParsedSpec:
     if len(pair) > 2:
         raise ValueError(f"router spec {spec!r}: at most one choice, as in 'xmoe@loss-free'")
     name, options = parsed_part(pair[0], spec)
-    mixer: str | None = None
-    mixer_options: dict[str, str] = {}
+    mixer, mixer_options = parsed_part(parts[1], spec) if len(parts) == 2 else (None, {})
+    choice, choice_options = parsed_part(pair[1], spec) if len(pair) == 2 else (None, {})
     if name in MIXERS:
-        if len(parts) == 2 or len(pair) == 2:
+        if mixer is not None or choice is not None:
             raise ValueError(f"router spec {spec!r}: {name!r} is a mixer; put it behind '+'")
         name, options, mixer, mixer_options = "smoe", {}, name, options
-    elif len(parts) == 2:
-        mixer, mixer_options = parsed_part(parts[1], spec)
-        if mixer not in MIXERS:
-            raise ValueError(f"router spec {spec!r}: unknown mixer {mixer!r}: {did_you_mean(mixer, MIXERS)}")
-    choice, choice_options = parsed_part(pair[1], spec) if len(pair) == 2 else (None, {})
+    elif mixer is not None and mixer not in MIXERS:
+        raise ValueError(f"router spec {spec!r}: unknown mixer {mixer!r}: {did_you_mean(mixer, MIXERS)}")
     if name in BASELINES:
         if options or mixer or choice:
             raise ValueError(f"router spec {spec!r}: {name!r} has no router and takes no options")
@@ -143,7 +139,7 @@ def halves(parsed: ParsedSpec, spec: str) -> tuple[dict[str, Any], dict[str, Any
     return (
         {name: own.get(name, one.default) for name, one in scores.of_scores.items()},
         {name: both.get(name, one.default) for name, one in choice.of_choice.items()},
-        {name: both.get(name, default_of(choice, name)) for name in COMMON.options},
+        {name: both.get(name, choice.common_default(name)) for name in COMMON.options},
     )
 
 
@@ -158,10 +154,6 @@ def converted(options: Mapping[str, Any], schema: Mapping[str, Any], entry: Entr
         if value is not None and key in ranges and not ranges[key].holds(value):
             raise ValueError(f"{entry.name}: option {key}={value}: allowed are {ranges[key].words}")
     return values
-
-
-def default_of(entry: Entry, name: str) -> Any:
-    return entry.balance if name == "balance" else COMMON.options[name].default
 
 
 def part(name: str, values: Mapping[str, Any]) -> str:

@@ -16,8 +16,8 @@ from pointsman.ops.linear import autocast_enabled, upcast
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.frame import scoring
 from pointsman.routers.frame.entries import LayerSpec
-from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores, Selection, Tensors
-from pointsman.routers.frame.stages import Mixer, Selector, Stage, Stages
+from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores, Selection, Stage, Tensors
+from pointsman.routers.frame.stages import Mixer, Selector, Stages
 from pointsman.routers.frame.steps import Balance, after_the_choice
 from pointsman.routing import RouterState, Routing, RoutingContext, check_padding_mask
 
@@ -26,19 +26,13 @@ STAGES = ("score", "normalize", "mix", "select", "limit", "balancing")
 
 
 class Router(nn.Module):
-    """Four stages, and what every router has: k, losses, precision, masks.
+    """Four stages, and what every router has: k, losses, precision, masks; `build_router` makes it.
 
     Computes in at least float32 whatever the dtype of its input and its parameters.
 
-    Args:
-        stages, select, mix: the scores and the choice, with their losses; the mixer, if any.
-        layer: where it stands.
-        options: the options of every router (`entries.COMMON`).
-        fixed_k: whether k is always E.
-
     Attributes:
         spec: what `build_router` was asked for; the router's name in every table.
-        num_experts, top_k: E, and k (set by `set_top_k`).
+        num_experts, top_k: E, and k (set by `set_top_k`); fixed_k: whether k is always E.
         ranks: who shares the batch; set by `parallel.parallelize`.
         losses: the router's own losses by name, besides balance and z-loss.
         causal, batch_invariant, stochastic: the contract in evaluation; training_causal, …: in training.
@@ -164,17 +158,13 @@ class Router(nn.Module):
         # logits still differ where probabilities are rounded to 0 or 1
         choice = logits if mix is None and normalize.increasing else probs
         scores = Scores(logits, probs, choice, scored.extra, unmixed)
-        if self.replayed is not None:
-            return scored, scores, carry, self._replay(scores)
-        chosen = select(scores, self.top_k, context)
-        return scored, scores, carry, chosen if isinstance(chosen, Selection) else Selection(*chosen)
-
-    def _replay(self, scores: Scores) -> Selection:
-        assert self.replayed is not None
-        asked, tokens = len(self.replayed), scores.logits.shape[:2].numel()
+        if self.replayed is None:
+            chosen = select(scores, self.top_k, context)
+            return scored, scores, carry, chosen if isinstance(chosen, Selection) else Selection(*chosen)
+        asked, tokens = len(self.replayed), logits.shape[:2].numel()
         if asked != tokens:
             raise ValueError(f"{self.spec}: the replayed routing is of {asked} tokens, the input of {tokens}")
-        return self.select.replay(scores, self.replayed.to(scores.logits.device))
+        return scored, scores, carry, select.replay(scores, self.replayed.to(logits.device))
 
     def _losses(self, given: LossInput, statistics: dict[str, Tensor]) -> dict[str, Tensor]:
         """The weighted losses by name; the statistics of the balance loss go into `statistics`."""
@@ -232,10 +222,7 @@ class Router(nn.Module):
 
     def gathered(self) -> list[Tensor]:
         """The sums that the next `step_end` reads: many processes add them up in place before it."""
-        return [value for stage in self._sums() for value in stage.values()]
-
-    def _sums(self) -> Iterator[dict[str, Tensor]]:
-        return (module.sums for module in self.modules() if isinstance(module, Stage))
+        return [value for module in self.modules() if isinstance(module, Stage) for value in module.sums.values()]
 
     def step_end(self, unless: Tensor | None = None) -> None:
         """Once after each optimizer step: norms kept, running statistics taken over.
@@ -245,16 +232,19 @@ class Router(nn.Module):
         """
         if not self.frozen:
             for _, stage in self._stages():
-                own = [] if unless is None else _own(stage)  # `step_end` may freeze some of them
-                before = [tensor.clone() for tensor in own]
-                stage.step_end()
+                if type(stage).step_end is Stage.step_end:
+                    continue
+                own = [*(one for one in stage.parameters() if one.requires_grad), *stage.buffers()]
+                before = [] if unless is None else [tensor.clone() for tensor in own]
+                stage.step_end()  # it may freeze some of them
                 if unless is not None:
                     for tensor, value in zip(own, before, strict=True):
                         tensor.copy_(torch.where(unless, value, tensor))
                     stage.restored()
             self._moved_since_step_end = self._parameter_version()
-        for sums in self._sums():
-            sums.clear()
+        for module in self.modules():
+            if isinstance(module, Stage):
+                module.sums.clear()
 
     def _parameter_version(self) -> int:
         return sum(parameter._version for parameter in self.parameters())
@@ -296,13 +286,6 @@ class Router(nn.Module):
 def _add(statistics: dict[str, Tensor], stage: str, found: Tensors) -> None:
     """Adds a stage's statistics under their names in a `Routing`."""
     statistics |= {f"{stage}.{name}": value for name, value in found.items()}
-
-
-def _own(stage: Stage) -> list[Tensor]:
-    """What a `step_end` may change."""
-    if type(stage).step_end is Stage.step_end:
-        return []
-    return [*(parameter for parameter in stage.parameters() if parameter.requires_grad), *stage.buffers()]
 
 
 def _in_training(part: Stage, flag: str) -> bool:

@@ -1,21 +1,86 @@
-"""What the stages of a router hand to one another, and what its losses see.
+"""What a stage of a router is, what stages hand to one another, and what its losses see.
+
+Each stage is a small module. It declares its part of the router's contract with class attributes, and may change its
+state in `step_end()`, once after each optimizer step, from the sums of what its forwards returned as statistics.
 
 Shapes: B sequences, T tokens a sequence, N = B * T, E experts, k chosen experts.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from pointsman import auxiliary
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routing import WEIGHTED_SUM, Combine, RouterState, RoutingContext
 
 Tensors = Mapping[str, Tensor]
+
+
+class Stage(nn.Module):
+    """One stage of a router, with its part of the router's contract.
+
+    Its buffers keep at least float32 when the model is cast to bf16 or half: they never train.
+
+    Attributes:
+        causal, batch_invariant: whether a token's routing depends on no later token and on no other sequence.
+        stochastic: whether it draws random numbers.
+        training_causal, training_batch_invariant, training_stochastic: the same in training; None: as in evaluation.
+        needs: fields of `RoutingContext` that must be there.
+        needs_step_end: whether training without `step_end` is a mistake.
+        changes_with_step: whether Python does something else from some step on, so that no graph holds all steps.
+        ranks: who shares the batch; set by `parallel.parallelize`.
+        one_process: why several processes cannot train it; "" = they can.
+        sums: name -> sum of a statistic over the micro-batches since the last `step_end`.
+    """
+
+    causal: bool = True
+    batch_invariant: bool = True
+    stochastic: bool = False
+    training_causal: bool | None = None
+    training_batch_invariant: bool | None = None
+    training_stochastic: bool | None = None
+    needs: frozenset[str] = frozenset()
+    needs_step_end: bool = False
+    changes_with_step: bool = False
+    ranks: Ranks = ALONE
+    one_process: str = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: dict[str, Tensor] = {}
+
+    def gather(self, statistics: Tensors) -> None:
+        """Adds the statistics of one micro-batch to `sums`: called in backward, once."""
+        for name, value in statistics.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value.clone()
+
+    def step_end(self) -> None:
+        """Called once after each optimizer step; `sums` then holds the step's, and is emptied afterwards."""
+
+    def restored(self) -> None:
+        """Called where `step_end` may have been undone: what follows from the buffers is to follow again."""
+
+    def extra_repr(self) -> str:
+        """The plain values that it was made with."""
+        kept = {name: getattr(self, name, None) for name in inspect.signature(type(self).__init__).parameters}
+        return ", ".join(f"{name}={value}" for name, value in kept.items() if isinstance(value, int | float | str))
+
+    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Stage:
+        every = [module._buffers for module in self.modules()]
+        kept = [(buffers, name, buffer) for buffers in every for name, buffer in buffers.items()]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for buffers, name, before in kept:
+            after = buffers[name]
+            if before is not None and after is not None and after.dtype in (torch.bfloat16, torch.float16):
+                buffers[name] = before.to(after.device)
+        return self
 
 
 @dataclass(frozen=True)
@@ -97,13 +162,11 @@ class LossInput:
 
     Attributes:
         logits: [N, E]; unmixed: [N, E], the probabilities before mixing; probs: [N, E], after it.
-        choice: [N, E], what selection ranked by.
+        choice: [N, E], what selection ranked by; extra: `Scored.extra`.
         experts: [N, width], what was chosen, before any step drops anything; -1 for padding and for none.
         weights: [N, width], 0 where experts is -1.
-        extra: `Scored.extra`, as the scorer returned it.
         mask: [N] bool, True for a real token; None where all are real.
-        batch, length: B and T.
-        context: what the router was given.
+        batch, length: B and T; context: what the router was given.
         k, num_experts: that of now, and E without virtual experts.
         replayed: whether the experts were given.
         ranks: who shares the batch.
@@ -131,11 +194,8 @@ class LossInput:
 
 
 class Loss(NamedTuple):
-    """An auxiliary loss: `function` of a `LossInput`, times `weight`.
-
-    A function that reads parameters or buffers must be a bound method of their stage: a copy of the router then reads
-    the copies.
-    """
+    """An auxiliary loss, `function` times `weight`. A function that reads parameters must be a bound method of their
+    stage, so that a copy of the router reads the copies."""
 
     function: Callable[[LossInput], Tensor]
     weight: float

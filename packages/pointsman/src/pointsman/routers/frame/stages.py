@@ -1,24 +1,19 @@
 """The stages of a router, score -> normalize -> mix -> select: what each takes and gives.
 
-Each stage is a small module. It declares its part of the router's contract with class attributes, and may change its
-state in `step_end()`, once after each optimizer step, from the sums of what its forwards returned as statistics.
-
 Shapes: B sequences, T tokens a sequence, N = B * T, E experts, k chosen experts.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pointsman.ops.selection import top_k
-from pointsman.ranks import ALONE, Ranks
-from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores, Selection, Step, Tensors
+from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores, Selection, Stage, Step, Tensors
 from pointsman.routing import RouterState, RoutingContext
 
 FLOOR = 1e-20
@@ -28,67 +23,6 @@ FLOOR = 1e-20
 def renormalized(weights: Tensor) -> Tensor:
     """Weights [..., k] divided by their sums, each at least `FLOOR`."""
     return weights / weights.sum(-1, keepdim=True).clamp_min(FLOOR)
-
-
-class Stage(nn.Module):
-    """One stage of a router, with its part of the router's contract.
-
-    Its buffers keep at least float32 when the model is cast to bf16 or half: they never train.
-
-    Attributes:
-        causal: whether a token's routing depends on no later token of its sequence.
-        batch_invariant: whether it depends on no other sequence.
-        stochastic: whether it draws random numbers.
-        training_causal, training_batch_invariant, training_stochastic: the same in training; None: as in evaluation.
-        needs: fields of `RoutingContext` that must be there.
-        needs_step_end: whether training without `step_end` is a mistake.
-        changes_with_step: whether Python does something else from some step on, so that no graph holds all steps.
-        ranks: who shares the batch; set by `parallel.parallelize`.
-        one_process: why several processes cannot train it; "" = they can.
-        sums: name -> sum of a statistic over the micro-batches since the last `step_end`.
-    """
-
-    causal: bool = True
-    batch_invariant: bool = True
-    stochastic: bool = False
-    training_causal: bool | None = None
-    training_batch_invariant: bool | None = None
-    training_stochastic: bool | None = None
-    needs: frozenset[str] = frozenset()
-    needs_step_end: bool = False
-    changes_with_step: bool = False
-    ranks: Ranks = ALONE
-    one_process: str = ""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sums: dict[str, Tensor] = {}
-
-    def gather(self, statistics: Tensors) -> None:
-        """Adds the statistics of one micro-batch to `sums`: called in backward, once."""
-        for name, value in statistics.items():
-            self.sums[name] = self.sums[name] + value if name in self.sums else value.clone()
-
-    def step_end(self) -> None:
-        """Called once after each optimizer step; `sums` then holds the step's, and is emptied afterwards."""
-
-    def restored(self) -> None:
-        """Called where `step_end` may have been undone: what follows from the buffers is to follow again."""
-
-    def extra_repr(self) -> str:
-        """The plain values that it was made with."""
-        kept = {name: getattr(self, name, None) for name in inspect.signature(type(self).__init__).parameters}
-        return ", ".join(f"{name}={value}" for name, value in kept.items() if isinstance(value, int | float | str))
-
-    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Stage:
-        every = [module._buffers for module in self.modules()]
-        kept = [(buffers, name, buffer) for buffers in every for name, buffer in buffers.items()]
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for buffers, name, before in kept:
-            after = buffers[name]
-            if before is not None and after is not None and after.dtype in (torch.bfloat16, torch.float16):
-                buffers[name] = before.to(after.device)
-        return self
 
 
 class Product(NamedTuple):
@@ -103,8 +37,8 @@ class Scorer(Stage):
     """hidden [B, T, dim] -> logits [B, T, E].
 
     Attributes:
-        accepts_half: whether `forward` takes half precision and upcasts it itself (`scoring.linear`). Otherwise it
-            gets float32. A subclass with a `forward` of its own must set it again.
+        accepts_half: whether `forward` takes half precision and upcasts it itself (`scoring.linear`); otherwise it gets
+            float32. A subclass with a `forward` of its own must set it again.
         may_need_responses: whether it may use `RoutingContext.responses`.
         needs_responses: whether its next forward does.
         tells_apart: whether its logits differ at all.
@@ -117,10 +51,9 @@ class Scorer(Stage):
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        if "forward" in cls.__dict__ and "accepts_half" not in cls.__dict__:
-            cls.accepts_half = False
-        if "forward" in cls.__dict__ and "product" not in cls.__dict__:
-            cls.product = Scorer.product  # type: ignore[method-assign]
+        for name in ("accepts_half", "product"):  # are of the same class' `forward`
+            if "forward" in cls.__dict__ and name not in cls.__dict__:
+                setattr(cls, name, getattr(Scorer, name))
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor | Scored:
         raise NotImplementedError
@@ -238,10 +171,9 @@ class Selector(Stage):
     Attributes:
         ragged: whether a token may have fewer than k experts, also at k = E: k is then a cap.
         needs_moe: whether only `MoE` can apply what it returns (slots, means), not the experts of other libraries.
-        overrides: options of every router (one value as "option=value"), and "mixer", that change nothing here:
-            `build_router` refuses them.
-        renormalize: whether weights are divided by their sum; None: they have a rule of their own, and `build_router`
-            refuses the option.
+        overrides: options of every router (one value as "option=value"), and "mixer", that change nothing here and are
+            refused.
+        renormalize: whether weights are divided by their sum; None: they have a rule of their own.
     """
 
     ragged: bool = False
@@ -288,8 +220,8 @@ class Selector(Stage):
 class TopK(Selector):
     """The k experts of the highest choice; weights are their probabilities, renormalised over the k or as they are.
 
-    For a softmax, renormalised top-k equals a softmax over the top-k logits (the released code,
-    HyperRouter's Appendix B, Mutual-Inform's Eq. 11); not renormalised it is TopK(softmax(z), k) (HyperRouter's Eq. 1).
+    For a softmax, renormalised top-k equals a softmax over the top-k logits (HyperRouter's Appendix B, Mutual-Inform's
+    Eq. 11); not renormalised it is TopK(softmax(z), k) (HyperRouter's Eq. 1).
     """
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
@@ -300,7 +232,7 @@ class TopK(Selector):
 
 @dataclass
 class Stages:
-    """What a named router puts together. The scores are the first half, the choice the second (`register_choice`).
+    """What a named router puts together: the scores, and what its choice adds.
 
     Attributes:
         balance_temperature: the balance loss takes P from softmax(logits / balance_temperature).

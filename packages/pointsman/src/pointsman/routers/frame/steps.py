@@ -22,8 +22,8 @@ from pointsman import auxiliary
 from pointsman.experts.combine import Dense, Virtual, on_inputs
 from pointsman.ops.drawing import rand_like
 from pointsman.ops.selection import members
-from pointsman.routers.frame.stage_values import LossInput, Selection, Step, Tensors
-from pointsman.routers.frame.stages import FLOOR, Stage, Stages, renormalized
+from pointsman.routers.frame.stage_values import LossInput, Selection, Stage, Step, Tensors
+from pointsman.routers.frame.stages import FLOOR, Stages, renormalized
 from pointsman.routing import RoutingContext
 
 ROUNDING = 1e-9  # 1.1 * 100 * 2 / 4 is 55, and a little more in floating point
@@ -34,8 +34,8 @@ class Balance(Stage):
     """E sum_i f_i P_i (`auxiliary.balance`), 1.0 at perfect balance.
 
     Args:
-        scope, basis: the options `balance_scope` and `balance_on` (`entries.COMMON`); "sequence" with "scores" is
-            DeepSeek-V3's, "step" is of Qiu et al. 2025, arXiv 2501.11873.
+        scope, basis: the options `balance_scope` and `balance_on`; "sequence" with "scores" is DeepSeek-V3's, "step" is
+            of Qiu et al. 2025, arXiv 2501.11873.
         temperature: of the softmax.
         reuse: whether the router's probabilities before mixing are that softmax.
         counted: the experts [N, j] that f counts; None: those that were chosen.
@@ -82,9 +82,7 @@ class Balance(Stage):
         return given.unmixed if self.reuse else torch.softmax(given.logits / self.temperature, -1)
 
     def _experts(self, given: LossInput) -> Tensor:
-        if self.counted is None:
-            return given.experts
-        experts = self.counted(given)
+        experts = given.experts if self.counted is None else self.counted(given)
         return experts if given.mask is None else experts.masked_fill(~given.mask[:, None], -1)
 
 
@@ -177,9 +175,6 @@ class Capacity(Stage):
         ranks = torch.arange(width, device=probs.device)[None, :, None]
         return (tokens[:, None] * width + ranks).flatten(1)
 
-    def extra_repr(self) -> str:
-        return f"factors={self.factors}, order={self.order}, scope={self.scope}, unit={self.unit}"
-
 
 def _places(slots: Tensor) -> Tensor:
     """[G, S]: how many earlier assignments of the group went to the same expert; by sorting, not a one-hot."""
@@ -190,11 +185,7 @@ def _places(slots: Tensor) -> Tensor:
 
 
 def virtual_experts(router: str, nulls: int, kind: Kind) -> tuple[str, ...]:
-    """The kinds of the virtual experts, in the order of their columns.
-
-    Raises:
-        ValueError: `nulls` is less than the 3 that `mixed` needs; `router` is named.
-    """
+    """The kinds of the virtual experts, in the order of their columns; ValueError for fewer than `mixed` needs."""
     if kind != "mixed":
         return (kind,) * nulls
     if nulls < 3:

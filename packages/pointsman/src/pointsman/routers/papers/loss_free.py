@@ -16,8 +16,8 @@ from torch import Tensor
 from pointsman.auxiliary import assignment_counts
 from pointsman.ops.selection import top_k
 from pointsman.routers.frame.entries import Count, LayerSpec, NotNegative, Positive, Whole, register_router
-from pointsman.routers.frame.stage_values import LossInput, Scores, Selection, Tensors
-from pointsman.routers.frame.stages import FLOOR, Selector, Stage, Stages
+from pointsman.routers.frame.stage_values import LossInput, Scores, Selection, Stage, Tensors
+from pointsman.routers.frame.stages import FLOOR, Selector, Stages
 from pointsman.routers.frame.steps import Kind
 from pointsman.routers.papers.topk import linear_scores
 from pointsman.routing import RoutingContext
