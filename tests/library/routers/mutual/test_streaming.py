@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from pointsman.ops.relative import RelativeBias, by_key
 from pointsman.ops.visible import Prepared, Visible
-from pointsman.routers.mutual.similarity import unit
+from pointsman.routers.mutual.mixers import unit
 from pointsman.routers.mutual.streaming import block_scores, inform, inform_biased
 
 

@@ -6,19 +6,15 @@ the tokens; `+shuffled` mixes by the similarities of another sequence. What a mi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from pointsman.ops.visible import Visible
 from pointsman.routers.frame.entries import LayerSpec, Positive, Probability, register_mixer
 from pointsman.routers.frame.stages import Mixer
-from pointsman.routers.mutual.mixers import TAU, SimilarityInform
-from pointsman.routers.mutual.similarity import Similarity
-from pointsman.routers.mutual.token_mixer import TokenMixer
-from pointsman.routing import RouterState, RoutingContext
+from pointsman.routers.mutual.mixers import TAU, Similarity, SimilarityInform
+from pointsman.routers.mutual.token_mixer import Given, Rows, TokenMixer
 
 
 class UniformInform(TokenMixer):
@@ -27,9 +23,8 @@ class UniformInform(TokenMixer):
     def __init__(self, strength: float) -> None:
         super().__init__(strength, "all")
 
-    def mix(
-        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: RouterState | None, visible: Visible
-    ) -> Tensor:
+    def mix(self, given: Given) -> Tensor:
+        probs, past, visible = given.probs, given.past, given.visible
         everyone = probs if past is None else torch.cat([past["probs"].to(probs.dtype), probs], 1)
         counted = everyone.new_ones(everyone.shape[:2]) if visible.real is None else visible.real.to(probs.dtype)
         sums, counts = everyone * counted[..., None], counted
@@ -42,9 +37,8 @@ class UniformInform(TokenMixer):
             return mixed.expand_as(probs)
         return torch.where(visible.real[:, visible.past :, None], mixed, probs)
 
-    def rows(
-        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: RouterState | None, visible: Visible
-    ) -> Iterator[tuple[slice, int, int, Tensor]]:
+    def rows(self, given: Given) -> Rows:
+        probs, visible = given.probs, given.visible
         for group in visible.groups(len(probs), probs.device):
             for start, stop in visible.blocks(probs.device):
                 scores = probs.new_zeros(len(probs[group]), stop - start, visible.seen(stop))
@@ -59,14 +53,12 @@ class ShuffledInform(SimilarityInform):
 
     batch_invariant = False
 
-    def _tensors(
-        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: RouterState | None
-    ) -> tuple[Similarity, tuple[Tensor, ...], tuple[Tensor, ...]]:
-        prepare, batched, shared = super()._tensors(probs, hidden, context, past)
+    def _tensors(self, given: Given) -> tuple[Similarity, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        prepare, batched, shared = super()._tensors(given)
         own, tokens, *before = batched
-        tokens = _next(tokens, context.padding_mask)
-        if before and past is not None:
-            before[1] = _next(before[1], past.get("real"))
+        tokens = _next(tokens, given.context.padding_mask)
+        if before and given.past is not None:
+            before[1] = _next(before[1], given.past.get("real"))
         return prepare, (own, tokens, *before), shared
 
 

@@ -8,22 +8,77 @@ over from earlier segments.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from pointsman.ops.visible import Visible
+from pointsman.ops.visible import Prepared, Visible
 from pointsman.routers.frame.entries import LayerSpec, Positive, Probability, register_mixer
 from pointsman.routers.frame.stages import Mixer
 from pointsman.routers.mutual.posterior import Posterior, head_entropies
-from pointsman.routers.mutual.similarity import Similarity
 from pointsman.routers.mutual.streaming import block_scores, inform
-from pointsman.routers.mutual.token_mixer import TokenMixer
-from pointsman.routing import AttentionTrace, RouterState, RoutingContext
+from pointsman.routers.mutual.token_mixer import Given, Rows, TokenMixer
+from pointsman.routing import AttentionTrace, RoutingContext
 
+UNIT_FLOOR = 1e-6  # of a token's norm
 RUNNING_SHARE = 0.01  # weight of one step in the running mean of the heads' entropies, from step 100 on
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """Makes scores of tokens.
+
+    Attributes:
+        unit: u is the token over its norm; otherwise the token itself.
+        learned: there is a W; otherwise it is the identity.
+        past: there are earlier tokens.
+    """
+
+    unit: bool
+    learned: bool
+    past: bool
+
+    def __call__(self, *tensors: Tensor) -> Prepared:
+        """Of probs [N, T, E], tokens [N, T, dim], (past probs and tokens,) tau, (W [dim, dim])."""
+        probs, tokens, *rest = tensors
+        length = tokens.shape[1]
+        if self.past:
+            before_probs, before_tokens, *rest = rest
+            probs = torch.cat([before_probs.to(probs.dtype), probs], 1)
+            tokens = torch.cat([before_tokens.to(tokens.dtype), tokens], 1)
+        scale = rest[0].to(probs.dtype).rsqrt()  # on both sides of the product
+        tokens = unit(tokens, scale) if self.unit else tokens * scale
+        query = tokens[:, tokens.shape[1] - length :]
+        return Prepared(query @ rest[1].to(probs.dtype) if self.learned else query, tokens, probs)
+
+
+def unit(rows: Tensor, scale: Tensor) -> Tensor:
+    """scale * rows / |rows|, each row's norm at least 1e-6, with fewer passes over memory than autograd.
+
+    `scale` gets no gradient.
+    """
+    units: Tensor = _Unit.apply(rows, scale)  # type: ignore[no-untyped-call]
+    return units
+
+
+class _Unit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, scale: Tensor) -> Tensor:
+        factor = scale / torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp_min(UNIT_FLOOR)
+        units: Tensor = rows * factor
+        ctx.save_for_backward(units, factor, scale)
+        return units
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        units, factor, scale = ctx.saved_tensors
+        along = torch.linalg.vecdot(units, gradient).unsqueeze(-1).div_(scale * scale)
+        return torch.addcmul(gradient, units, along, value=-1).mul_(factor), None
 
 
 class SimilarityInform(TokenMixer):
@@ -43,19 +98,15 @@ class SimilarityInform(TokenMixer):
         self.register_buffer("tau", torch.tensor(float(tau)))
         self.weight = nn.Parameter(torch.eye(dim)) if learned else None
 
-    def mix(
-        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: RouterState | None, visible: Visible
-    ) -> Tensor:
-        prepare, batched, shared = self._tensors(probs, hidden, context, past)
-        return inform(prepare, batched, shared, visible)[0]
+    def mix(self, given: Given) -> Tensor:
+        return inform(*self._tensors(given), given.visible)[0]
 
-    def rows(
-        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: RouterState | None, visible: Visible
-    ) -> Iterator[tuple[slice, int, int, Tensor]]:
-        prepare, batched, shared = self._tensors(probs, hidden, context, past)
-        for group in visible.groups(len(probs), probs.device):
+    def rows(self, given: Given) -> Rows:
+        prepare, batched, shared = self._tensors(given)
+        visible, device = given.visible, given.probs.device
+        for group in visible.groups(len(given.probs), device):
             prepared = prepare(*(tensor[group] for tensor in batched), *shared)
-            for start, stop in visible.blocks(probs.device):
+            for start, stop in visible.blocks(device):
                 yield group, start, stop, torch.softmax(block_scores(prepared, visible.of(group), start, stop), -1)
 
     def carried(self, probs: Tensor, hidden: Tensor, context: RoutingContext) -> dict[str, Tensor]:
@@ -67,13 +118,12 @@ class SimilarityInform(TokenMixer):
         assert context.attention is not None
         return context.attention.output.to(hidden.dtype)
 
-    def _tensors(
-        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: RouterState | None
-    ) -> tuple[Similarity, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def _tensors(self, given: Given) -> tuple[Similarity, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        past = given.past
         prepare = Similarity(self.source == "unit", self.weight is not None, past is not None)
         before = () if past is None else (past["probs"], past["tokens"])
         shared = (self.tau,) if self.weight is None else (self.tau, self.weight)
-        return prepare, (probs, self._tokens(hidden, context), *before), shared
+        return prepare, (given.probs, self._tokens(given.hidden, given.context), *before), shared
 
 
 class AttentionInform(TokenMixer):
@@ -112,30 +162,23 @@ class AttentionInform(TokenMixer):
         trace = _trace(context)
         return min(past, trace.key.shape[2] - trace.query.shape[2])
 
-    def mix(
-        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: RouterState | None, visible: Visible
-    ) -> Tensor:
-        posterior = self._posterior(probs, context, past, visible)
-        head = self._head(context, visible)
+    def mix(self, given: Given) -> Tensor:
+        posterior, head = self._posterior(given), self._head(given.context, given.visible)
         return posterior.all_heads() if head is None else posterior.inform(head)[0]
 
-    def rows(
-        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: RouterState | None, visible: Visible
-    ) -> Iterator[tuple[slice, int, int, Tensor]]:
-        yield from self._posterior(probs, context, past, visible).weights(self._head(context, visible))
+    def rows(self, given: Given) -> Rows:
+        yield from self._posterior(given).weights(self._head(given.context, given.visible))
 
-    def _posterior(
-        self, probs: Tensor, context: RoutingContext, past: RouterState | None, visible: Visible
-    ) -> Posterior:
-        trace = _trace(context)
+    def _posterior(self, given: Given) -> Posterior:
+        trace, probs = _trace(given.context), given.probs
         if (trace.query.shape[0], trace.query.shape[2]) != probs.shape[:2]:
             raise ValueError(
                 f"RoutingContext.attention is of {trace.query.shape[0]} x {trace.query.shape[2]} tokens, "
                 f"the hidden states of {probs.shape[0]} x {probs.shape[1]}"
             )
-        before = None if past is None else past["probs"]
+        before = None if given.past is None else given.past["probs"]
         factor = 1.0 if self.factor == "one" else None
-        return Posterior(trace, probs, before, self.sigma, visible, factor)
+        return Posterior(trace, probs, before, self.sigma, given.visible, factor)
 
     def _head(self, context: RoutingContext, visible: Visible) -> Tensor | None:
         """Heads [1] or [B]; None: all heads."""

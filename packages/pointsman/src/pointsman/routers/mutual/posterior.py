@@ -29,11 +29,7 @@ from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.mutual.streaming import Bias, Prepare, block_scores, inform, inform_biased
 from pointsman.routing import AttentionTrace
 
-SAMPLED_SEQUENCES, SAMPLED_BLOCKS, SAMPLED_ROWS = (
-    4,
-    4,
-    4,
-)  # rows sampled from a longer sequence for its heads' entropies
+SAMPLED_SEQUENCES = SAMPLED_BLOCKS = SAMPLED_ROWS = 4  # of longer sequences, for their heads' entropies
 LEAST_LOG = -1e4  # of a probability: finite, and its exponential is 0
 CELLS = 2**22  # attention scores of all heads in memory at once
 

@@ -25,6 +25,20 @@ class Neighbours(NamedTuple):
     effective: Tensor
 
 
+class Given(NamedTuple):
+    """What a mixer mixes: arguments as of `Mixer.forward`; `past` is cut to the keys that `visible` counts."""
+
+    probs: Tensor
+    hidden: Tensor
+    context: RoutingContext
+    past: RouterState | None
+    visible: Visible
+
+
+Rows = Iterator[tuple[slice, int, int, Tensor]]
+"""(sequences, start, stop, S [n, stop - start, keys seen]) by blocks."""
+
+
 class TokenMixer(Mixer):
     """The base class of both mixers: past tokens, padding, neighbours, and `strength`.
 
@@ -43,24 +57,18 @@ class TokenMixer(Mixer):
     ) -> tuple[Tensor, RouterState | None, Mapping[str, Tensor]]:
         if not probs.numel():
             return probs, self._carry(probs, hidden, context), {}
-        past, visible = self._surroundings(probs, context)
-        mixed = probs
-        if self.strength:
-            mixed = self.mix(probs, hidden, context, past, visible)
+        given = self._given(probs, hidden, context)
+        mixed = self.mix(given) if self.strength else probs
         if self.strength != 1:
             mixed = torch.lerp(probs, mixed, self.strength)
-        return mixed, self._carry(probs, hidden, context), self.statistics(context, visible)
+        return mixed, self._carry(probs, hidden, context), self.statistics(context, given.visible)
 
-    def mix(
-        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: RouterState | None, visible: Visible
-    ) -> Tensor:
-        """sum_j S[i, j] e_j [B, T, E]; `past` is cut to the keys that `visible` counts."""
+    def mix(self, given: Given) -> Tensor:
+        """sum_j S[i, j] e_j [B, T, E]."""
         raise NotImplementedError
 
-    def rows(
-        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: RouterState | None, visible: Visible
-    ) -> Iterator[tuple[slice, int, int, Tensor]]:
-        """(sequences, start, stop, S [n, stop - start, keys seen]) by blocks, without gradients."""
+    def rows(self, given: Given) -> Rows:
+        """The rows of S, without gradients."""
         raise NotImplementedError
 
     def statistics(self, context: RoutingContext, visible: Visible) -> Mapping[str, Tensor]:
@@ -78,9 +86,10 @@ class TokenMixer(Mixer):
     @torch.no_grad()
     def neighbours(self, probs: Tensor, hidden: Tensor, context: RoutingContext) -> Neighbours:
         """S[i, i] and the effective number of neighbours of each token; arguments as of `forward`. Linear memory."""
-        past, visible = self._surroundings(probs, context)
+        given = self._given(probs, hidden, context)
+        visible = given.visible
         own, effective = probs.new_ones(probs.shape[:2]), probs.new_ones(probs.shape[:2])
-        for group, start, stop, weights in self.rows(probs, hidden, context, past, visible):
+        for group, start, stop, weights in self.rows(given):
             weights = weights * self.strength
             own_weight = weights[:, :, visible.past + start : visible.past + stop].diagonal(dim1=1, dim2=2)
             own_weight += 1 - self.strength
@@ -88,7 +97,7 @@ class TokenMixer(Mixer):
             effective[group, start:stop] = torch.special.entr(weights).sum(-1).exp()
         return Neighbours(own, effective)
 
-    def _surroundings(self, probs: Tensor, context: RoutingContext) -> tuple[RouterState | None, Visible]:
+    def _given(self, probs: Tensor, hidden: Tensor, context: RoutingContext) -> Given:
         batch, length, _ = probs.shape
         past = context.past
         if past is not None and past["probs"].shape[0] != batch:
@@ -101,7 +110,8 @@ class TokenMixer(Mixer):
         if self.neighbours_rule == "lower-entropy":
             with torch.no_grad():
                 sure = entropy(_joined(past, "probs", probs))
-        return past, Visible(length, count + length, self.sees_earlier(context), _real(past, context, probs), sure)
+        visible = Visible(length, count + length, self.sees_earlier(context), _real(past, context, probs), sure)
+        return Given(probs, hidden, context, past, visible)
 
     def _carry(self, probs: Tensor, hidden: Tensor, context: RoutingContext) -> RouterState:
         kept = {
