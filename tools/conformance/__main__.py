@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from tools.conformance.originals import NotFetchedError, in_float64
-from tools.conformance.rows import NONE, ROWS, Case, Row
+from tools.conformance.rows import NONE, ROWS
+from tools.conformance.sides import DIM, EXPERTS, TOKENS, Case, K, Row
 
 HEAD = """# Conformance with the originals
 
@@ -80,8 +81,6 @@ def main() -> None:
             print(lines[-1], flush=True)
     if values.write:
         import transformers
-
-        from tools.conformance.rows import DIM, EXPERTS, TOKENS, K
 
         sizes = f"{TOKENS} tokens of width {DIM}, {EXPERTS} experts, k {K} (unless the original has another)"
         head = HEAD.format(

@@ -82,6 +82,11 @@ class File:
     commit: str
     path: str
 
+    @property
+    def where(self) -> str:
+        """Repository and commit in short."""
+        return f"{self.repository}@{self.commit[:12]}"
+
     def text(self, originals: Path | None) -> str:
         """Its text, from a copy of the repository in the folder `originals` (owner+name), or from GitHub."""
         if originals is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,83 +11,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pointsman import MoE, RoutingContext, build_router
-from pointsman.routers.frame.router import Router
+from pointsman import MoE
 from pointsman.routing import Routing
 from tools.conformance.originals import File, function_of_transformers, of_transformers
+from tools.conformance.sides import (
+    DIM,
+    EXPERTS,
+    TOKENS,
+    VOCABULARY,
+    Case,
+    K,
+    Row,
+    beside,
+    both,
+    hidden_states,
+    ids,
+    ours,
+    routed,
+    scattered,
+)  # fmt: skip
 
-DIM, EXPERTS, K, TOKENS, VOCABULARY = 16, 8, 2, 96, 40
 MEGATRON = File(
     "NVIDIA/Megatron-LM", "d98e8a64ddf34856e74b24714e3bedb2f5a39553", "megatron/core/transformer/moe/moe_utils.py"
 )
 TUTEL = "microsoft/tutel", "82af7aad9fc3ec981395ba97e7242a480984a55e"
-DENSEMIXER = "yaof20/DenseMixer", "5fa4cfd923eb0309c78e83058a651bbf9838906d"
-DYNMOE = "LINs-lab/DynMoE", "49272326e794b24bbebe3a9c6df3c079b3dd887b"
+TUTEL_LOSSES, TUTEL_COSINE = File(*TUTEL, "tutel/impls/losses.py"), File(*TUTEL, "tutel/gates/cosine_top.py")
+DENSEMIXER = File("yaof20/DenseMixer", "5fa4cfd923eb0309c78e83058a651bbf9838906d", "densemixer/models/olmoe_custom.py")
+DYNMOE = File(
+    "LINs-lab/DynMoE", "49272326e794b24bbebe3a9c6df3c079b3dd887b", "EMoE/tutel/tutel/gates/gated_multi_gate_t.py"
+)
 
 
-@dataclass
-class Case:
-    """What one side computed.
-
-    Attributes:
-        weights: [N, columns], the combine weight of every expert at every token.
-        losses: by name.
-        leaves: what gradients are taken of, by name; the same names on both sides.
-    """
-
-    weights: Tensor
-    losses: Mapping[str, Tensor] = field(default_factory=dict)
-    leaves: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row: `compare`, given the folder of originals, computes both sides.
-
-    Attributes:
-        original: its name in the table; where: from where it is.
-    """
-
-    spec: str
-    original: str
-    where: str
-    compare: Callable[[Path | None], tuple[Case, Case]]
-    note: str = ""
-
-
-def hidden_states() -> Tensor:
-    generator = torch.Generator().manual_seed(2)
-    return torch.randn(1, TOKENS, DIM, dtype=torch.float64, generator=generator)
-
-
-def ids() -> Tensor:
-    return torch.randint(VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(4))
-
-
-def ours(spec: str, k: int = K) -> Any:
-    """Our router in float64; Any, as its stages have parameters of their own."""
-    torch.manual_seed(1)
-    return build_router(spec, dim=DIM, num_experts=EXPERTS, top_k=k, vocab_size=VOCABULARY).double()
-
-
-def routed(router: Router, leaves: Mapping[str, Tensor], training: bool = True) -> Case:
-    """What our router says of the hidden states."""
-    hidden = hidden_states().requires_grad_()
-    torch.manual_seed(3)
-    routing: Routing = router.train(training)(hidden, RoutingContext(token_ids=ids()))
-    return Case(routing.dense_weights, routing.losses, {"hidden": hidden, **leaves})
-
-
-def scattered(weights: Tensor, experts: Tensor, columns: int) -> Tensor:
-    """[N, columns] of weights and experts [N, k]."""
-    return weights.new_zeros(len(weights), columns).scatter_add(1, experts, weights)
+Returned = tuple[Any, ...]
 
 
 def gate(
     spec: str, model_type: str, name: str, *, k: int = K, weight: str = "weight", training: bool = True,
-    arguments: Callable[[Any], tuple[Any, ...]] = lambda module: (), **settings: Any,
+    arguments: Callable[[Any], Returned] = lambda module: (), result: Callable[[Returned], Tensor] | None = None,
+    losses: Callable[[Returned], Mapping[str, Tensor]] = lambda returned: {}, **settings: Any,
 ) -> Row:  # fmt: skip
-    """A gate of transformers that returns its logits, weights and experts."""
+    """A gate of transformers. It returns its logits, weights and experts, or what `result` takes the weights from."""
 
     def compare(originals: Path | None) -> tuple[Case, Case]:
         torch.manual_seed(0)
@@ -114,81 +77,38 @@ def gate(
         hidden = hidden_states().requires_grad_()
         given = WITH_BIAS.get(name, lambda router: ())(router)
         flat = hidden if name in FOLDED else hidden[0]
-        _, weights, experts = theirs.train(training)(flat, *given, *arguments(theirs))[:3]
-        columns = EXPERTS + len(router.virtual)
-        other = Case(scattered(weights, experts, columns), {}, {"hidden": hidden, **{n: a for n, a, _ in leaves}})
+        found = theirs.train(training)(flat, *given, *arguments(theirs))
+        weights = result(found) if result else scattered(found[1], found[2], EXPERTS + len(router.virtual))
+        other = Case(weights, losses(found), {"hidden": hidden, **{n: a for n, a, _ in leaves}})
         return routed(router, {n: b for n, _, b in leaves}, training), other
 
-    return Row(spec, name, "transformers", compare)
+    return Row(spec, name + (" and its losses" if "balance=1" in spec else ""), "transformers", compare)
 
 
 SIZES: dict[str, Any] = {
     "hidden_size": DIM, "num_experts": EXPERTS, "num_local_experts": EXPERTS, "n_routed_experts": EXPERTS,
     "vocab_size": VOCABULARY,
 }  # fmt: skip
-FOLDED = ("AfmoeTokenChoiceRouter",)  # takes [B, T, dim]
+FOLDED = ("AfmoeTokenChoiceRouter", "SwitchTransformersTop1Router")  # take [B, T, dim]
 WITH_BIAS: Mapping[str, Callable[[Any], tuple[Any, ...]]] = {
     "AfmoeTokenChoiceRouter": lambda router: (router.select.bias,),
     "Lfm2MoeTopKRouter": lambda router: (router.select.bias,),
 }
 
 
-def llama4(originals: Path | None) -> tuple[Case, Case]:
-    torch.manual_seed(0)
-    theirs = of_transformers("llama4_text", "Llama4Router", **SIZES, num_experts_per_tok=K)
-    router = ours("smoe:gate=sigmoid:bias=false:renormalize=false")
-    with torch.no_grad():
-        router.score.weight.copy_(theirs.weight)
-    hidden = hidden_states().requires_grad_()
-    scores, _ = theirs(hidden[0])
-    leaves = {"weight": router.score.weight}
-    return routed(router, leaves), Case(scores, {}, {"hidden": hidden, "weight": theirs.weight})
-
-
-def switch(originals: Path | None) -> tuple[Case, Case]:
-    torch.manual_seed(0)
-    theirs = of_transformers(
-        "switch_transformers", "SwitchTransformersTop1Router", **SIZES, expert_capacity=TOKENS, router_jitter_noise=0.0
-    )
-    router = ours("switch:bias=false:balance=1:z_loss=1", 1)
-    with torch.no_grad():
-        router.score.weight.copy_(theirs.classifier.weight)
-    hidden = hidden_states().requires_grad_()
-    chosen, probs, logits = theirs(hidden)
+def switch_losses(returned: Returned) -> Mapping[str, Tensor]:
+    chosen, _, logits = returned
     balance = function_of_transformers("switch_transformers", "load_balancing_loss_func")
-    losses = {
-        "balance": balance(torch.softmax(logits, -1), chosen.argmax(-1)),
-        "z_loss": function_of_transformers("switch_transformers", "router_z_loss_func")(logits),
-    }
-    other = Case((chosen * probs)[0], losses, {"hidden": hidden, "weight": theirs.classifier.weight})
-    return routed(router, {"weight": router.score.weight}), other
-
-
-def nllb(originals: Path | None) -> tuple[Case, Case]:
-    torch.manual_seed(0)
-    theirs = of_transformers(
-        "nllb-moe", "NllbMoeTop2Router", **SIZES, expert_capacity=TOKENS, second_expert_policy="all",
-        normalize_router_prob_before_dropping=True, batch_prioritized_routing=False, router_bias=False,
-        router_dtype="float32", moe_eval_capacity_token_fraction=1.0,
-    )  # fmt: skip
-    router = ours("gshard:second=all:balance=0")
-    with torch.no_grad():
-        router.score.weight.copy_(theirs.classifier.weight)
-    hidden = hidden_states().requires_grad_()
-    _, weights, *_ = theirs.train()(hidden[0])
-    other = Case(weights, {}, {"hidden": hidden, "weight": theirs.classifier.weight})
-    return routed(router, {"weight": router.score.weight}), other
+    z_loss = function_of_transformers("switch_transformers", "router_z_loss_func")
+    return {"balance": balance(torch.softmax(logits, -1), chosen.argmax(-1)), "z_loss": z_loss(logits)}
 
 
 def mixtral_loss(originals: Path | None) -> tuple[Case, Case]:
     router = ours(f"smoe:bias=false:balance={K}")
-    ours_ = routed(router, {"weight": router.score.weight})
-    hidden = hidden_states().requires_grad_()
-    weight = router.score.weight.detach().clone().requires_grad_()
+    hidden, weight = beside(router, router.score.weight)
     loss = function_of_transformers("mixtral", "load_balancing_loss_func")((hidden[0] @ weight.T,), EXPERTS, K)
-    return Case(torch.zeros(()), ours_.losses, ours_.leaves), Case(
-        torch.zeros(()), {"balance": loss}, {"hidden": hidden, "weight": weight}
-    )
+    mine, other = both(router, hidden, weight, torch.zeros(()), {"balance": loss})
+    return replace(mine, weights=other.weights), other
 
 
 def megatron(spec: str, original: str, k: int = K, **options: Any) -> Row:
@@ -200,10 +120,7 @@ def megatron(spec: str, original: str, k: int = K, **options: Any) -> Row:
         given: dict[str, Any] = {"is_batch_invariant_mode_enabled": lambda: False, "HAVE_TE": False}
         space = MEGATRON.load(originals, names, **given)
         router, settings = ours(spec, k), dict(options)
-        hidden = hidden_states().requires_grad_()
-        weight = router.score.weight.detach().clone().normal_().requires_grad_()
-        with torch.no_grad():
-            router.score.weight.copy_(weight)
+        hidden, weight = beside(router, torch.randn_like(router.score.weight))
         if settings.pop("bias", False):
             router.select.bias.normal_(std=0.3)
             settings["expert_bias"] = router.select.bias
@@ -217,34 +134,28 @@ def megatron(spec: str, original: str, k: int = K, **options: Any) -> Row:
             losses["z_loss"] = space["z_loss_func"](logits, 1.0)
         if capacity:
             probs, _ = space["apply_router_token_dropping"](probs, chosen, k, capacity, "probs")
-        return routed(router, {"weight": router.score.weight}), Case(
-            probs, losses, {"hidden": hidden, "weight": weight}
-        )
+        return both(router, hidden, weight, probs, losses)
 
-    return Row(spec, original, f"{MEGATRON.repository}@{MEGATRON.commit[:12]}", compare)
+    return Row(spec, original, MEGATRON.where, compare)
 
 
 def megatron_sinkhorn(originals: Path | None) -> tuple[Case, Case]:
     plan = MEGATRON.load(originals, ["sinkhorn"])["sinkhorn"]
     router = ours("sinkhorn:iterations=2000", 1)
-    with torch.no_grad():
-        router.score.weight.mul_(20)
-    hidden = hidden_states().requires_grad_()
-    weight = router.score.weight.detach().clone().requires_grad_()
+    hidden, weight = beside(router, 20 * router.score.weight)
     logits = hidden[0] @ weight.T
     with torch.no_grad():
         chosen = plan(logits, 1e-6).topk(1).indices
     weights = scattered(torch.sigmoid(logits).gather(1, chosen), chosen, EXPERTS)
-    return routed(router, {"weight": router.score.weight}), Case(weights, {}, {"hidden": hidden, "weight": weight})
+    return both(router, hidden, weight, weights)
 
 
 def megatron_quantile(originals: Path | None) -> tuple[Case, Case]:
     """The biases after a step stand in the place of weights."""
     update = MEGATRON.load(originals, ["qb_dual_update"])["qb_dual_update"]
     router = ours("loss-free:update=quantile:bins=0:centre=false")
-    with torch.no_grad():
-        router.score.weight.mul_(20)
-    scores = torch.sigmoid(hidden_states()[0] @ router.score.weight.detach().T)
+    hidden, weight = beside(router, 20 * router.score.weight)
+    scores = torch.sigmoid(hidden[0] @ weight.T).detach()
     routing: Routing = router.train()(hidden_states())
     router.gather(routing.statistics)
     router.step_end()
@@ -253,19 +164,17 @@ def megatron_quantile(originals: Path | None) -> tuple[Case, Case]:
 
 
 def tutel_loss(originals: Path | None) -> tuple[Case, Case]:
-    space = File(*TUTEL, "tutel/impls/losses.py").load(originals, ["_one_hot_with_dtype", "gshard_loss"])
+    space = TUTEL_LOSSES.load(originals, ["_one_hot_with_dtype", "gshard_loss"])
     router = ours("gshard:second=all:balance=1")
-    found = routed(router, {"weight": router.score.weight})
-    hidden = hidden_states().requires_grad_()
-    weight = router.score.weight.detach().clone().requires_grad_()
+    hidden, weight = beside(router, router.score.weight)
     probs = torch.softmax(hidden[0] @ weight.T, -1)
     best, chosen = probs.topk(K)
     weights = scattered(best / best.sum(-1, keepdim=True), chosen, EXPERTS)
-    return found, Case(weights, {"balance": space["gshard_loss"](probs, chosen)}, {"hidden": hidden, "weight": weight})
+    return both(router, hidden, weight, weights, {"balance": space["gshard_loss"](probs, chosen)})
 
 
 def tutel_cosine(originals: Path | None) -> tuple[Case, Case]:
-    theirs = File(*TUTEL, "tutel/gates/cosine_top.py").load(originals, ["CosineTopKGate"])["CosineTopKGate"]
+    theirs = TUTEL_COSINE.load(originals, ["CosineTopKGate"])["CosineTopKGate"]
     router = ours("xmoe:balance=0:renormalize=true")
     score: Any = router.score
     built = theirs(DIM, EXPERTS, K, proj_dim=score.projection.weight.shape[0]).double()
@@ -285,9 +194,8 @@ def tutel_cosine(originals: Path | None) -> tuple[Case, Case]:
 def dynmoe(training: bool) -> Callable[[Path | None], tuple[Case, Case]]:
     def compare(originals: Path | None) -> tuple[Case, Case]:
         """The chosen experts with weight 1 each; gradients are not compared."""
-        file = File(*DYNMOE, "EMoE/tutel/tutel/gates/gated_multi_gate_t.py")
         quiet: dict[str, Any] = {"print": lambda *_: None}
-        theirs = file.load(originals, ["GAMoEGateBackward", "GAMoEGateT"], **quiet)["GAMoEGateT"]
+        theirs = DYNMOE.load(originals, ["GAMoEGateBackward", "GAMoEGateT"], **quiet)["GAMoEGateT"]
         built = theirs(DIM, EXPERTS, max_expert_num=EXPERTS).double().train(training)
         router = ours("dynmoe", EXPERTS).train(training)
         with torch.no_grad():
@@ -309,8 +217,7 @@ def dynmoe(training: bool) -> Callable[[Path | None], tuple[Case, Case]]:
 
 def dense_mixer(originals: Path | None) -> tuple[Case, Case]:
     """The layer's outputs stand in the place of weights."""
-    file = File(*DENSEMIXER, "densemixer/models/olmoe_custom.py")
-    space = file.load(originals, ["CustomOlmoeSparseMoeBlock"], log_custom_forward_usage=lambda name: None)
+    space = DENSEMIXER.load(originals, ["CustomOlmoeSparseMoeBlock"], log_custom_forward_usage=lambda name: None)
     torch.manual_seed(0)
     layer = MoE(DIM, 8, EXPERTS, router="smoe:bias=false:dense_gradient=true", bias=False).double()
     mine = {"weight": layer.router.score.weight, "w_in": layer.experts.w_in, "w_out": layer.experts.w_out}
@@ -341,9 +248,18 @@ ROWS: tuple[Row, ...] = (
     gate("smoe:bias=false", "minimax", "MiniMaxTopKRouter"),
     gate("smoe", "gpt_oss", "GptOssTopKRouter"),
     gate("smoe:bias=false", "hunyuan_v1_moe", "HunYuanMoEV1Gate", weight="wg.weight"),
-    Row("smoe:gate=sigmoid:bias=false:renormalize=false", "Llama4Router", "transformers", llama4),
-    Row("switch:bias=false:balance=1:z_loss=1", "SwitchTransformersTop1Router and its losses", "transformers", switch),
-    Row("gshard:second=all", "NllbMoeTop2Router", "transformers", nllb),
+    gate("smoe:gate=sigmoid:bias=false:renormalize=false", "llama4_text", "Llama4Router", result=lambda one: one[0]),
+    gate(
+        "switch:bias=false:balance=1:z_loss=1", "switch_transformers", "SwitchTransformersTop1Router", k=1,
+        weight="classifier.weight", result=lambda found: (found[0] * found[1])[0], losses=switch_losses,
+        expert_capacity=TOKENS, router_jitter_noise=0.0,
+    ),
+    gate(
+        "gshard:second=all:balance=0", "nllb-moe", "NllbMoeTop2Router", weight="classifier.weight",
+        result=lambda found: found[1], expert_capacity=TOKENS, second_expert_policy="all",
+        normalize_router_prob_before_dropping=True, batch_prioritized_routing=False, router_bias=False,
+        router_dtype="float32", moe_eval_capacity_token_fraction=1.0,
+    ),
     gate(
         "loss-free:gate=softmax:groups=4:kept=2:group_score=max:renormalize=false:scale=2.5", "deepseek_v2",
         "DeepseekV2TopkRouter", topk_method="group_limited_greedy", **GROUPED,
@@ -382,16 +298,15 @@ ROWS: tuple[Row, ...] = (
              group_topk=2, scaling_factor=2.5),
     megatron("smoe:bias=false:renormalize=false:capacity=0.75:capacity_order=probs:capacity_scope=batch",
              "apply_router_token_dropping, probs", use_pre_softmax=True, capacity=0.75),
-    Row("sinkhorn:iterations=2000", "sinkhorn, top-1", f"{MEGATRON.repository}@{MEGATRON.commit[:12]}",
-        megatron_sinkhorn),
-    Row("loss-free:update=quantile:bins=0:centre=false", "qb_dual_update (the biases)",
-        f"{MEGATRON.repository}@{MEGATRON.commit[:12]}", megatron_quantile),
-    Row("gshard:second=all:balance=1", "gshard_loss", f"{TUTEL[0]}@{TUTEL[1][:12]}", tutel_loss),
-    Row("xmoe:renormalize=true", "CosineTopKGate", f"{TUTEL[0]}@{TUTEL[1][:12]}", tutel_cosine),
-    Row("smoe:bias=false:dense_gradient=true", "CustomOlmoeSparseMoeBlock (the layer's output)",
-        f"{DENSEMIXER[0]}@{DENSEMIXER[1][:12]}", dense_mixer),
-    Row("dynmoe", "GAMoEGateT, training (the choice)", f"{DYNMOE[0]}@{DYNMOE[1][:12]}", dynmoe(True)),
-    Row("dynmoe", "GAMoEGateT, evaluation (the choice)", f"{DYNMOE[0]}@{DYNMOE[1][:12]}", dynmoe(False)),
+    Row("sinkhorn:iterations=2000", "sinkhorn, top-1", MEGATRON.where, megatron_sinkhorn),
+    Row("loss-free:update=quantile:bins=0:centre=false", "qb_dual_update (the biases)", MEGATRON.where,
+        megatron_quantile),
+    Row("gshard:second=all:balance=1", "gshard_loss", TUTEL_LOSSES.where, tutel_loss),
+    Row("xmoe:renormalize=true", "CosineTopKGate", TUTEL_COSINE.where, tutel_cosine),
+    Row("smoe:bias=false:dense_gradient=true", "CustomOlmoeSparseMoeBlock (the layer's output)", DENSEMIXER.where,
+        dense_mixer),
+    Row("dynmoe", "GAMoEGateT, training (the choice)", DYNMOE.where, dynmoe(True)),
+    Row("dynmoe", "GAMoEGateT, evaluation (the choice)", DYNMOE.where, dynmoe(False)),
 )  # fmt: skip
 
 NONE: Mapping[str, str] = {
