@@ -7,7 +7,7 @@ RUN := $(VENV)/.run
 CORE := $(VENV)/.core
 DEV := $(VENV)/.dev
 
-.PHONY: help quickstart test-core test test-slow test-weekly campaign check bench results docs wheel clean
+.PHONY: help quickstart test-core test test-slow test-weekly test-scorers campaign check bench results docs wheel clean
 
 help:
 	@echo "make quickstart   compare routers on real text (three minutes on two idle cores)"
@@ -15,6 +15,7 @@ help:
 	@echo "make test         run the tests, but for the slow ones"
 	@echo "make test-slow    run the slow ones"
 	@echo "make test-weekly  the contract for every router with every mixer compiled, all layouts, all kernels"
+	@echo "make test-scorers the official scorers, fetched from their repositories, on our prediction files"
 	@echo "make campaign     random programs against the promises of docs/reliability.md (four minutes)"
 	@echo "make check        format, lint and type-check"
 	@echo "make bench        measure the MoE layer against its limit and its peers"
@@ -50,6 +51,9 @@ test-slow: $(DEV)
 
 test-weekly: $(DEV)
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal --all-specs tests/library/contract tests/library/kernels tests/lab/parallel/test_invariant.py
+
+test-scorers: $(DEV)
+	POINTSMAN_ORIGINALS=$${POINTSMAN_ORIGINALS:-github} $(BIN)/python -m pytest tests/tasks/test_official.py
 
 campaign: $(DEV)
 	$(BIN)/python tests/campaigns

@@ -151,7 +151,7 @@ def test_a_run_is_judged_by_bleu_and_resumes_bit_for_bit(
     assert (first["metric"], first["split"], list(first["languages"])) == ("bleu", "test", ["de", "fr"])
     assert 0 <= first["value"] <= 100
     assert "tok:13a" in first["signature"][0]
-    assert len((tmp_path / "whole/translations/de-en.txt").read_text().splitlines()) == 8
+    assert len((tmp_path / "whole/predictions/translations.de-en.txt").read_text().splitlines()) == 8
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut/checkpoints/step-4")
     (tmp_path / "cut/evaluation.json").unlink()

@@ -36,6 +36,11 @@ def parser() -> Parser:
     flags.add_argument("--split", choices=("valid", "test"), help="default: the one that the run reports, mostly test")
     flags.add_argument("--top-k", help="default: those of the run")
     flags.add_argument("--eval-tokens", help="tokens to score (default: as the run's settings say)")
+    flags.add_argument(
+        "--predictions",
+        choices=("official",),
+        help="write what the official scorer of the task reads, into predictions/",
+    )
     for entry in entries():
         entry.add_flags("evaluate", flags)
     flags.common(
@@ -89,7 +94,7 @@ def evaluated(
     saved: Run, task: Task, values: argparse.Namespace, changes: Mapping[str, Any], display: Display, stop: Stop
 ) -> tuple[dict[str, Any], Path, RunConfig]:
     """The record of a task's evaluation by the flags, its file, and the settings."""
-    from pointsman._files import write_whole
+    from pointsman._files import within, write_whole
     from pointsman.ops.kernels import using
     from pointsman_lab.evaluation.passes import EvaluationContext
     from pointsman_lab.runs.paths import slug
@@ -97,11 +102,18 @@ def evaluated(
 
     given = {} if values.eval_tokens is None else {"eval_tokens": values.eval_tokens}
     config = saved.config.with_overrides({**changes, **given})
+    if values.predictions and not task.scorer:
+        raise RunError(f"--predictions official: no official scorer reads predictions of {task.name}; leave it out")
     split = values.split or task.reported_split(config)
+    task.keeps = bool(values.predictions)
     context = EvaluationContext(autocast(config, next(saved.model.parameters()).device), display, stop)
     with using(saved.kernels):
         results = task.evaluate(saved.model, config, split, values.top_k or config.eval_top_k, context)
     protocol = {**task.protocol(config), **task.description()}
     record = {"format": 1, "checkpoint": f"step-{saved.step}", "protocol": protocol, "results": results}
-    file = (values.out or values.run) / f"evaluation-{slug(task.name)}-{split}.json"
+    folder = values.out or values.run
+    if values.predictions:
+        for name, content in task.result_files(config).items():
+            print(f"for {task.scorer}: {write_whole(within(folder, *name.split('/')), content)}", file=sys.stderr)
+    file = folder / f"evaluation-{slug(task.name)}-{split}.json"
     return record, write_whole(file, json.dumps(record, indent=2) + "\n"), config

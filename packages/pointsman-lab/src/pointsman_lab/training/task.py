@@ -153,6 +153,11 @@ class Task(ABC):
         """Further entries of evaluation.json."""
         return {}
 
+    scorer: str | None = None
+    """The official program that reads `result_files`; None: there is none."""
+    keeps = False
+    """Whether an evaluation keeps the predictions of single examples, where `result_files` has them only if asked."""
+
     def result_files(self, config: RunConfig) -> Mapping[str, str]:
         """Name -> content of further files of the run directory, after the final evaluation."""
         return {}

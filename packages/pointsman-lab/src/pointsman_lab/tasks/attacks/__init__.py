@@ -36,6 +36,7 @@ class Attacks(TaskEntry):
         if not values.attack:
             flags.without_effect(values, ("--attack-rate", "--attack-seed"), "without --attack")
             return None
+        flags.without_effect(values, ("--predictions",), "on attacks")
         if values.set:
             raise RunError("pointsman evaluate: --set has no effect on attacks; leave it out")
         if (values.run / "finetune.json").is_file():

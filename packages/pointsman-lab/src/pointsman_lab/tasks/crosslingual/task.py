@@ -220,6 +220,8 @@ class CrossLingual(FineTuning):
             raise RunError(f"the task {self.name} has no {split} part to read: allowed are valid and test")
         return {language: part.rows.encoded for language, part in self.parts(config, split).items()}
 
+    scorer = "XTREME's evaluate.py"
+
     def result_files(self, config: RunConfig) -> dict[str, str]:
         """Predictions at the k of training, else the largest, in the form that XTREME's scorer reads."""
         if not self._kept:

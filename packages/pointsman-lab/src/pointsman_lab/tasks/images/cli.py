@@ -27,10 +27,14 @@ def evaluate(values: argparse.Namespace, device: str) -> int:
     asked = Asked.parse(values.robust, split=values.split or "test", top_k=values.top_k, tokens=tokens)
     with Display() as display, stop_on_signals() as stop:
         if read_plan(values.run) is not None:
-            comparison_robustness(values.run, asked, device=device, progress=display, stop=stop)
+            comparison_robustness(
+                values.run, asked, device=device, progress=display, stop=stop, predictions=bool(values.predictions)
+            )
         else:
             saved = load_run(values.run, device=device, note=display.note)
-            record, file = save_robustness(saved, asked, out=values.out, progress=display, stop=stop)
+            record, file = save_robustness(
+                saved, asked, out=values.out, progress=display, stop=stop, predictions=bool(values.predictions)
+            )
     if read_plan(values.run) is None:
         print(robust_table(record))
         print(f"\n{record['protocol']['data']}\nsaved: {file}", file=sys.stderr)

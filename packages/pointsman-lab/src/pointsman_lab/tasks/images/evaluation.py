@@ -29,6 +29,16 @@ def image_nats(logits: Tensor, labels: Tensor, loss: str) -> Tensor:
     return -(labels * logits.log_softmax(-1)).sum(-1)
 
 
+HEADER = "label,prediction,confidence\n"
+
+
+def predictions(logits: Tensor, labels: Tensor) -> str:
+    """Logits [B, C], labels [B] -> a line an image: its class, the one found, and that one's probability."""
+    most, found = logits.softmax(-1).max(-1)
+    rows = zip(labels.tolist(), found.tolist(), most.tolist(), strict=True)
+    return "".join(f"{label},{best},{confidence!r}\n" for label, best, confidence in rows)
+
+
 @torch.no_grad()
 def evaluate_images(
     model: VisionTransformer,
@@ -39,6 +49,7 @@ def evaluate_images(
     batch_size: int,
     budget: int | None = None,
     how: EvaluationContext = PLAIN,
+    keep: dict[int, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Classifies every image at every k of `top_k`.
 
@@ -46,6 +57,7 @@ def evaluate_images(
         part: the images.
         batch_size: images side by side.
         budget: how many images at most, evenly spaced; None: all.
+        keep: filled with k -> `predictions` of the images that this rank reads.
         split, top_k, how: as of `passes.evaluated`, also for errors.
 
     Returns:
@@ -58,11 +70,15 @@ def evaluate_images(
 
     def one_pass(one: Pass) -> dict[str, Any]:
         scores = _Scores(model.config.num_classes, model.config.loss)
+        seen = []
         for (inputs, labels), counts in one.share(_batches(model, part, batch_size, budget)):
             with one.forward(counts=counts):
                 logits = model(inputs)
             if counts:
                 scores.update(logits.cpu(), labels)
+                seen.append(predictions(logits.double().cpu(), labels) if keep is not None else "")
+        if keep is not None:
+            keep[one.top_k] = "".join(seen)
         scores.gather(ranks)
         figures = scores.result()
         return {**figures, "tokens": figures["images"] * model.config.tokens}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._files import read_whole_json, write_whole
+from pointsman._files import read_whole_json, within, write_whole
 from pointsman.ops.kernels import using
 from pointsman_lab.evaluation.passes import EvaluationContext, eval_top_k
 from pointsman_lab.finetuning.run import identity
@@ -93,7 +93,14 @@ class Asked:
         return f"robust-{self.kind}{where}{split}.json"
 
 
-def robustness(run: Run, asked: Asked, *, progress: Progress | None = None, stop: Stop | None = None) -> dict[str, Any]:
+def robustness(
+    run: Run,
+    asked: Asked,
+    *,
+    progress: Progress | None = None,
+    stop: Stop | None = None,
+    keep: dict[str, str] | None = None,
+) -> dict[str, Any]:
     """The record of one run: what `robustness.images` and `image_attacks` give, with "kind", "checkpoint", "protocol".
 
     Raises:
@@ -106,7 +113,7 @@ def robustness(run: Run, asked: Asked, *, progress: Progress | None = None, stop
     clean = images.split(asked.split)
     budget = _budget(asked, run)
     top_k = asked.top_k or (config.top_k_schedule.high,)
-    frame = Frame(config.eval_batch_size, EvaluationContext(run.autocast(), progress, stop))
+    frame = Frame(config.eval_batch_size, EvaluationContext(run.autocast(), progress, stop), keep)
     read = min(budget, len(clean)) if budget else len(clean)
     protocol = {"data": images.description, "split": asked.split, "images": read, "top_k": list(top_k)}
     with using(run.kernels):
@@ -199,7 +206,13 @@ def _budget(asked: Asked, run: Run) -> int | None:
 
 
 def comparison_robustness(
-    out: Path, asked: Asked, *, device: str = "cpu", progress: Progress | None = None, stop: Stop | None = None
+    out: Path,
+    asked: Asked,
+    *,
+    device: str = "cpu",
+    progress: Progress | None = None,
+    stop: Stop | None = None,
+    predictions: bool = False,
 ) -> None:
     """Writes the record of every run of a comparison that has a checkpoint; those that are there stay.
 
@@ -210,22 +223,39 @@ def comparison_robustness(
     paths = [run_path(out, router, seed) for router, seed in saved_runs(out, required_plan(out), progress.note)]
     for place, path in enumerate(paths, 1):
         progress.note(f"{place}/{len(paths)} {path.relative_to(out)}")
-        save_robustness(load_run(path, device=device, note=progress.note), asked, progress=progress, stop=stop)
+        run = load_run(path, device=device, note=progress.note)
+        save_robustness(run, asked, progress=progress, stop=stop, predictions=predictions)
 
 
 def save_robustness(
-    run: Run, asked: Asked, *, out: Path | None = None, progress: Progress | None = None, stop: Stop | None = None
+    run: Run,
+    asked: Asked,
+    *,
+    out: Path | None = None,
+    progress: Progress | None = None,
+    stop: Stop | None = None,
+    predictions: bool = False,
 ) -> tuple[dict[str, Any], Path]:
     """`robustness`, written into `out` or the run directory, unless the same is there; the record and its file.
 
-    The same: asked in the same words, of the same weights and images, with a PATH that holds what it held.
+    The same: asked in the same words, of the same weights and images, with a PATH that holds what it held. With
+    `predictions` it is made anew, and predictions/robust-KIND/SET-kK.csv have each image's class, prediction and
+    confidence.
+
+    Raises:
+        RunError: predictions under an attack, or what `robustness` raises.
     """
+    if predictions and asked.kind in ATTACKS:
+        raise RunError(f"--predictions official: no official scorer reads predictions under {asked.kind}; leave it out")
     file = (out or run.path) / asked.file
+    keep: dict[str, str] | None = {} if predictions else None
     words = {"path": asked.path, "split": asked.split, "top_k": list(asked.top_k or ()), "tokens": asked.tokens}
     wanted = {**words, "checkpoint": f"step-{run.step}", "from": _fingerprints(run, asked)}
     before = read_whole_json(file)
-    if before is not None and before.get("asked") == wanted:
+    if before is not None and before.get("asked") == wanted and not predictions:
         return before, file
-    record = {**robustness(run, asked, progress=progress, stop=stop), "asked": wanted}
+    record = {**robustness(run, asked, progress=progress, stop=stop, keep=keep), "asked": wanted}
+    for name, content in (keep or {}).items():
+        write_whole(within(file.parent, "predictions", file.stem, name), content)
     write_whole(file, json.dumps(record, indent=2) + "\n")
     return record, file

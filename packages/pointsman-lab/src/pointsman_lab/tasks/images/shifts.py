@@ -26,6 +26,7 @@ from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, eval_top_k
 from pointsman_lab.progress import check_stop
 from pointsman_lab.tasks.images.augment import evaluation_batches
 from pointsman_lab.tasks.images.corruptions import CORRUPTIONS
+from pointsman_lab.tasks.images.evaluation import HEADER, predictions
 from pointsman_lab.tasks.images.image_set import ImagePart
 from pointsman_lab.tasks.images.scores import auroc, average_precision, calibration, false_positive_rate
 from pointsman_lab.tasks.images.sources import SEVERITIES
@@ -34,10 +35,20 @@ from pointsman_lab.tasks.images.vit import VisionTransformer
 
 @dataclass(frozen=True)
 class Frame:
-    """How images are read, `batch_size` side by side."""
+    """How images are read, `batch_size` side by side.
+
+    Attributes:
+        keep: filled with "SET-kK.csv" -> the predictions of a set of images; None: they are not kept.
+    """
 
     batch_size: int
     how: EvaluationContext = PLAIN
+    keep: dict[str, str] | None = None
+
+    def take(self, name: str, k: int | None, seen: Seen, classes: Sequence[int] | None = None) -> None:
+        if self.keep is not None:
+            end = f"-k{k}" if k else ""
+            self.keep[f"{name}{end}.csv"] = HEADER + predictions(seen.restricted(classes), seen.labels)
 
 
 @dataclass(frozen=True)
@@ -133,6 +144,8 @@ def under_corruptions(
     if None not in values and routing_k not in values:
         before[routing_k] = look(model, clean, routing_k, frame, routing=True)
     results, routing = [], []
+    for k in values:
+        frame.take("clean", k, before[k])
     if frame.how.progress:
         frame.how.progress.phase("corruptions", len(CORRUPTIONS) * len(SEVERITIES))
     for number, (name, severity) in enumerate((c, s) for c in CORRUPTIONS for s in SEVERITIES):
@@ -144,6 +157,7 @@ def under_corruptions(
                 continue
             after = look(model, part, k, frame, routing=k == routing_k and aligned)
             if k in values:
+                frame.take(f"{name}-{severity}", k, after)
                 results.append({**where, **_k(model, k), "value": after.accuracy()})
             if k == routing_k and aligned:
                 routing.append({**where, **_k(model, k), "layers": fluctuation(before[k], after)})
@@ -177,6 +191,8 @@ def on_renditions(
     results = []
     for k in eval_top_k(model, top_k):
         seen, plain = look(model, part, k, frame), look(model, same, k, frame)
+        frame.take("shifted", k, seen, classes)
+        frame.take("clean", k, plain, classes)
         shifted, straight = seen.accuracy(classes), plain.accuracy(classes)
         results.append({
             **_k(model, k), "value": shifted, "clean": straight, "gap": straight - shifted,
@@ -205,7 +221,10 @@ def on_outliers(
     results = []
     positive = np.arange(len(inliers) + len(outliers)) >= len(inliers)
     for k in eval_top_k(model, top_k):
-        scores = np.concatenate([-look(model, part, k, frame).confidence(classes) for part in (inliers, outliers)])
+        known, strange = (look(model, part, k, frame) for part in (inliers, outliers))
+        frame.take("inliers", k, known, classes)
+        frame.take("outliers", k, strange, classes)
+        scores = np.concatenate([-seen.confidence(classes) for seen in (known, strange)])
         results.append({
             **_k(model, k), "aupr": average_precision(scores, positive), "auroc": auroc(scores, positive),
             "fpr95": false_positive_rate(scores, positive),
@@ -237,7 +256,9 @@ def on_hard_images(
         raise RunError("the reference model gets no image wrong: there are no hard ones")
     known, results = _k(reference, k)["top_k"], []
     for k in eval_top_k(model, top_k):
-        right = look(model, part, k, frame).right()
+        seen = look(model, part, k, frame)
+        frame.take("hard", k, Seen(seen.logits[wrong], seen.labels[wrong]))
+        right = seen.right()
         hard, every = float(right[wrong].mean()), float(right.mean())
         results.append({**_k(model, k), "value": hard, "clean": every, "gap": every - hard})
     return {"images": len(wrong), "of": len(part), "reference_k": known, "results": results}

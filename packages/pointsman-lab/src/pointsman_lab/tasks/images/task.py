@@ -19,7 +19,7 @@ from pointsman_lab.evaluation.passes import EvaluationContext
 from pointsman_lab.models.config import build_model
 from pointsman_lab.runs.checkpoints import CheckpointError
 from pointsman_lab.tasks.images.augment import Augmentation, ImageStream, evaluation_batches
-from pointsman_lab.tasks.images.evaluation import evaluate_images, image_nats
+from pointsman_lab.tasks.images.evaluation import HEADER, evaluate_images, image_nats
 from pointsman_lab.tasks.images.image_set import ClassNames, ImageSet, load_images
 from pointsman_lab.tasks.images.vit import VisionTransformerConfig, resized
 from pointsman_lab.training.config import RunConfig
@@ -45,6 +45,7 @@ class ImageClassification(Task):
     """
 
     vocabulary: ClassNames
+    scorer = "calibration_tools.py of natural-adv-examples"
 
     def __init__(
         self, images: ImageSet, vocabulary: ClassNames | None = None, weights: Mapping[str, Tensor] | None = None
@@ -54,6 +55,7 @@ class ImageClassification(Task):
         self.weights = weights
         self.name = images.name
         self.fingerprint = images.fingerprint
+        self._kept: dict[int, str] = {}
 
     @classmethod
     def open(
@@ -128,7 +130,13 @@ class ImageClassification(Task):
             batch_size=config.eval_batch_size,
             budget=self.budget(config, config.eval_tokens if context.final else config.valid_tokens),
             how=context,
+            keep=self._kept if self.keeps else None,
         )
+
+    def result_files(self, config: RunConfig) -> Mapping[str, str]:
+        """Class, prediction and confidence of every image at the k of training, if they were kept."""
+        own = {k: text for k, text in self._kept.items() if k == config.top_k_schedule.high} or self._kept
+        return {"predictions/images.csv": HEADER + own[max(own)]} if own else {}
 
     def budget(self, config: RunConfig, tokens: int | None) -> int | None:
         """How many images have so many tokens; at least one."""

@@ -20,7 +20,7 @@ from pointsman_lab.data.task_streams import PADDING, Encoded, TaskStream, eval_b
 from pointsman_lab.evaluation.passes import EvaluationContext
 from pointsman_lab.models.config import build_model
 from pointsman_lab.models.memory import Memory
-from pointsman_lab.tasks.translation.data import ParallelText, ids_of, open_parallel
+from pointsman_lab.tasks.translation.data import Pairs, ParallelText, ids_of, open_parallel
 from pointsman_lab.tasks.translation.evaluation import LENGTH_PENALTY, LONGER, MORE, evaluate_translation
 from pointsman_lab.tasks.translation.model import TranslationConfig, Translator
 from pointsman_lab.training.config import RunConfig
@@ -36,6 +36,7 @@ class Translation(Task):
     """Translates sentences of several languages into one."""
 
     vocabulary: Pieces
+    scorer = "sacrebleu REFERENCES -i TRANSLATIONS"
 
     def __init__(self, text: ParallelText, pieces: Pieces) -> None:
         self.text = text
@@ -44,6 +45,7 @@ class Translation(Task):
         self.fingerprint = f"{text.fingerprint}-{pieces.digest}"
         self._encoded: dict[int, Encoded] = {}
         self._kept: dict[int, dict[str, list[str]]] = {}
+        self._scored: dict[str, Pairs] = {}
 
     @classmethod
     def open(
@@ -148,10 +150,11 @@ class Translation(Task):
         parts = self.text.parts[split]
         count = self._budget(tokens, split)
         self._kept = {}
+        self._scored = {language: pairs[:count] for language, pairs in parts.items()}
         return evaluate_translation(
             model,
             self.vocabulary,
-            {language: pairs[:count] for language, pairs in parts.items()},
+            self._scored,
             split=split,
             top_k=top_k,
             beam=config.own["beam"] if context.final else 1,
@@ -162,15 +165,18 @@ class Translation(Task):
         )
 
     def result_files(self, config: RunConfig) -> Mapping[str, str]:
-        """The translations at the k of training, else the largest, a sentence a line."""
+        """Translations at the k of training, else the largest, and references, a sentence a line, as sacrebleu reads
+        them."""
         if not self._kept:
             return {}
         own = config.model.top_k if config.model.top_k in self._kept else max(self._kept)
         target = self.text.target
-        return {
-            f"translations/{language}-{target}.txt": "".join(f"{line}\n" for line in found)
-            for language, found in self._kept[own].items()
-        }
+        files = {}
+        for language, found in self._kept[own].items():
+            references = [other for _, other in self._scored[language]]
+            for kind, lines in (("translations", found), ("references", references)):
+                files[f"predictions/{kind}.{language}-{target}.txt"] = "".join(f"{line}\n" for line in lines)
+        return files
 
     def protocol(self, config: RunConfig) -> dict[str, Any]:
         return {
