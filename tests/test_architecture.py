@@ -156,7 +156,6 @@ FILE_CALLS = re.compile(
 OPENED_ELSEWHERE = {
     "_files": "the one way to files",
     "_shapes": "the bounds of what is parsed and unpacked",
-    "kernels.triton.tiles": "the package's own table of tiles",
     "data.reading": "a checked file of the user's data, read in blocks",
     "data.cache": "the user's own cache, with checksums",
     "tasks.masked_language_modelling.text": "the user's own cache",

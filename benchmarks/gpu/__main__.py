@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-LIMITS = {"facts": 60, "tests": 240, "micro": 90, "layer": 240, "steps": 150, "tune": 400, "run": 1500}
+LIMITS = {"facts": 60, "tests": 240, "micro": 90, "layer": 240, "steps": 150, "run": 1500}
 """Seconds."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import statistics
 import subprocess
@@ -30,8 +29,7 @@ DECODING = (1, 1024, 2048, 64, 8), (8, 1024, 2048, 64, 8), (1, 2048, 768, 128, 8
 """Without gradients; as GB/s of the chosen experts' weights."""
 TINY = ((24, 16, 32, 4, 2),)
 TINY_DECODING = ((2, 16, 32, 4, 2),)
-PEERS = ("transformers grouped_mm", "transformers eager", "scattermoe", "liger", "sonicmoe")
-"""Experts of the last two are gated, and have two thirds of the hidden units: the same number of operations."""
+PEERS = ("transformers grouped_mm", "transformers eager", "scattermoe")
 
 
 class Record:
@@ -211,68 +209,6 @@ def steps(record: Record) -> None:
     record["summary"] = "; ".join(found)
 
 
-def tune(record: Record) -> None:
-    """Tiles of our grouped products: the fastest for each class of sizes, into DIR/tiles.json and, if it is no dry run,
-    into the table that the library reads. What DIR/tiles.json holds is not measured again: a run that was stopped at
-    its limit goes on."""
-    if (missing := on_gpu.without_triton(None)) or (
-        record.device.type != "cuda" and not os.environ.get("TRITON_INTERPRET")
-    ):
-        record["summary"] = missing or "needs a GPU"
-        return
-    from pointsman.kernels.triton import fused, tiles
-    from pointsman.kernels.triton import products as grouped
-
-    candidates = [tiles.Tile(16, 32, 16, 4, 1)] if record.tiny else tiles.CANDIDATES
-    name = torch.cuda.get_device_name(record.device) if record.device.type == "cuda" else record.device.type
-    plain, own, best = grouped.chosen, record.file.with_name("tiles.json"), {}
-    done = json.loads(own.read_text()).get(name, {}) if own.exists() else {}
-    for shape in TINY if record.tiny else SHAPES:
-        for key, call in products(record, shape):
-            if key in done or key in best:
-                continue
-            times = {}
-            for tile in candidates:
-                grouped.chosen = fused.chosen = lambda *_, tile=tile: tile
-                try:
-                    times[tile] = record.milliseconds(call, warm=0.02)
-                except Exception as error:  # too much shared memory, for instance
-                    print(tile, str(error).partition("\n")[0])
-            grouped.chosen = fused.chosen = plain
-            if not times:
-                continue
-            best[key] = min(times, key=times.__getitem__)
-            record[key] = {"best": best[key], "ms": {str(tuple(tile)): value for tile, value in times.items()}}
-            for file in [own, *([] if record.tiny else [tiles.FILE])]:
-                tiles.write(file, name, best)
-            record["summary"] = f"{len(best)} tiles of {name}, {len(done)} from before"
-
-
-def products(record: Record, shape: tuple[int, int, int, int, int]) -> list[tuple[str, Callable[[], object]]]:
-    """The grouped products of a layer of this shape, by their names in the table of tiles."""
-    from pointsman.kernels.triton import fused, permute, tiles, units
-    from pointsman.kernels.triton import products as grouped
-
-    tokens, dim, hidden, experts, k = shape
-    weights, expert = torch.rand(tokens, experts, device=record.device).topk(k, -1)
-    where, left, inner = permute.sort(expert, experts), record.randn(tokens, dim), record.randn(tokens * k, hidden)
-    w_in, w_out = record.randn(experts, hidden, dim), record.randn(experts, dim, hidden)
-    rows, seed = record.randn(tokens * k, dim), torch.zeros(1, dtype=torch.int64, device=record.device)
-    relu, silu = (units.Setting(act, 0.0, seed, None, None) for act in ("relu", "silu"))
-    calls = (
-        (tiles.TIMES, hidden, lambda: grouped.times(rows, w_in.mT, where)),
-        (tiles.TIMES, dim, lambda: grouped.times(inner, w_out.mT, where)),
-        (tiles.OUTER, dim, lambda: grouped.outer(inner, left, where, right_k=k)),
-        (tiles.OUTER, hidden, lambda: grouped.outer(left, inner, where, left_k=k)),
-        (tiles.UP, hidden, lambda: fused.up(left, w_in, None, where, k, relu)),
-        (tiles.GATED_UP, hidden, lambda: fused.up(left, w_in, w_in, where, k, silu)),
-        (tiles.INNER, hidden, lambda: fused.inner(left, w_out, inner, None, weights, where, relu)),
-        (tiles.GATED_INNER, hidden, lambda: fused.inner(left, w_out, inner, inner, weights, where, silu)),
-    )
-    each = tokens * k // experts
-    return [(tiles.key(product, record.dtype, each, columns), call) for product, columns, call in calls]
-
-
 def run(record: Record) -> None:
     """Short schedules of HyperRouter's small model on enwik8: as many steps for each router as 20 minutes of training
     hold at the step's time that the stage `steps` measured, if it did."""
@@ -305,7 +241,7 @@ def mean_step(record: Record) -> float | None:
     return statistics.mean(found[name]["total"] for name in names)
 
 
-STAGES = {stage.__name__: stage for stage in (facts, tests, micro, layer, steps, tune, run)}
+STAGES = {stage.__name__: stage for stage in (facts, tests, micro, layer, steps, run)}
 
 if __name__ == "__main__":
     stage_, file_, device_, tiny_ = sys.argv[1:]

@@ -1,7 +1,6 @@
 """The layer's implementations: ours, its limit and its peers, each a function of hidden states [tokens, dim].
 
-Peers use their own routers. All experts do the same work: ReLU, no biases (st-moe-pytorch has only gated experts; their
-width gives the same number of operations).
+Peers use their own routers. All experts do the same work: ReLU, no biases.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Case:
     """One layer and one batch.
 
     Attributes:
-        tokens: rows of a batch; peers that need sequences get sequences of 512 tokens, or one shorter sequence.
+        tokens: rows of a batch.
         dim, hidden_dim, num_experts, k: the layer; experts are ReLU, without biases.
         dtype: "float32" or "bfloat16".
         train: forward and backward, or forward alone (decoding).
@@ -142,103 +141,12 @@ def transformers(implementation: str) -> Callable[[Case], tuple[Layer, nn.Module
     return build
 
 
-def _in_sequences(hidden: Tensor) -> Tensor:
-    length = 512 if hidden.shape[0] % 512 == 0 else hidden.shape[0]
-    return hidden.view(-1, length, hidden.shape[1])
-
-
-def st_moe(case: Case) -> tuple[Layer, nn.Module]:
-    from st_moe_pytorch.st_moe_pytorch import MoE as StMoE
-
-    module = StMoE(case.dim, case.num_experts, case.hidden_dim / case.dim, gating_top_n=case.k)
-    return lambda hidden: module(_in_sequences(hidden))[0].reshape(hidden.shape), module
-
-
-def mixture_of_experts(case: Case) -> tuple[Layer, nn.Module]:
-    from mixture_of_experts.mixture_of_experts import MoE as TopTwo
-
-    module = TopTwo(case.dim, case.num_experts, case.hidden_dim)
-    return lambda hidden: module(_in_sequences(hidden))[0].reshape(hidden.shape), module
-
-
-def megablocks(case: Case) -> tuple[Layer, nn.Module]:
-    """Dropless experts on a GPU, through the package grouped_gemm."""
-    from megablocks.layers.arguments import Arguments
-    from megablocks.layers.dmoe import dMoE
-
-    module = dMoE(
-        Arguments(
-            hidden_size=case.dim,
-            ffn_hidden_size=case.hidden_dim,
-            moe_num_experts=case.num_experts,
-            moe_top_k=case.k,
-            moe_normalize_expert_weights=1,
-            moe_loss_weight=0.0,
-            activation_fn=F.relu,
-            bias=False,
-            return_bias=False,
-            mlp_impl="grouped",
-            fp16=False,
-            bf16=True,
-            device=torch.device(case.device),
-        )
-    )
-
-    def layer(hidden: Tensor) -> Tensor:
-        found = module(_in_sequences(hidden))
-        output: Tensor = found[0] if isinstance(found, tuple) else found  # versions differ
-        return output.reshape(hidden.shape)
-
-    return layer, module
-
-
 def scattermoe(case: Case) -> tuple[Layer, nn.Module]:
     """ScatterMoE's experts (Tan et al. 2024) with the usual softmax router."""
     from scattermoe.mlp import MLP
 
     experts = MLP(case.dim, case.hidden_dim, case.num_experts, case.k, activation=nn.ReLU())
     return _with_router(case, experts, lambda hidden, weights, chosen: experts(hidden, weights, chosen))
-
-
-def liger(case: Case) -> tuple[Layer, nn.Module]:
-    """Liger Kernel's experts, which are gated: of two thirds of the width, so that operations are as many."""
-    from liger_kernel.ops import LigerFusedMoEFunction
-
-    width = max(16, round(case.hidden_dim * 2 / 3 / 16) * 16)
-    experts = nn.Module()
-    experts.both = nn.Parameter(torch.randn(case.num_experts, 2 * width, case.dim) * case.dim**-0.5)
-    experts.down = nn.Parameter(torch.randn(case.num_experts, case.dim, width) * width**-0.5)
-
-    def apply(hidden: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        output: Tensor = LigerFusedMoEFunction.apply(
-            hidden, experts.both, experts.down, chosen.to(torch.int32), weights
-        )
-        return output
-
-    return _with_router(case, experts, apply)
-
-
-def sonicmoe(case: Case) -> tuple[Layer, nn.Module]:
-    """SonicMoE's experts, which are gated: of two thirds of the width, in multiples of 64."""
-    from sonicmoe.enums import ActivationType
-    from sonicmoe.functional import moe_general_routing_inputs
-
-    width = max(64, round(case.hidden_dim * 2 / 3 / 64) * 64)
-    experts = nn.Module()
-    both = experts.both = nn.Parameter(torch.randn(case.num_experts, 2 * width, case.dim) * case.dim**-0.5)
-    down = experts.down = nn.Parameter(torch.randn(case.num_experts, case.dim, width) * width**-0.5)
-
-    def apply(hidden: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        tokens, k = chosen.shape
-        token = torch.arange(tokens, dtype=torch.int32, device=hidden.device).repeat_interleave(k)
-        output: Tensor = moe_general_routing_inputs(
-            hidden, weights.reshape(-1).float(), token, chosen.reshape(-1).to(torch.int32),
-            both.permute(1, 2, 0), None, down.permute(1, 2, 0), None, case.num_experts,
-            torch.cuda.current_stream(hidden.device).cuda_stream, ActivationType.SWIGLU, not case.train,
-        )[0]  # fmt: skip
-        return output
-
-    return _with_router(case, experts, apply)
 
 
 def _with_router(
@@ -258,11 +166,6 @@ def _on_gpu(case: Case) -> bool:
     return case.device != "cpu"
 
 
-def _top_two(case: Case) -> bool:
-    """What libraries for two experts a token in float32 compute."""
-    return case.k == 2 and case.dtype == "float32" and case.train
-
-
 def _pairs_fit(case: Case) -> bool:
     """Whether batched_mm's copies of expert weights, one for every assignment, take at most 2 GiB."""
     return case.tokens * case.k * 2 * case.dim * case.hidden_dim * 4 < 2 << 30
@@ -274,12 +177,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "transformers grouped_mm": Implementation(transformers("grouped_mm"), "transformers"),
     "transformers eager": Implementation(transformers("eager"), "transformers"),
     "transformers batched_mm": Implementation(transformers("batched_mm"), "transformers", _pairs_fit),
-    "st-moe-pytorch": Implementation(st_moe, "st_moe_pytorch", _top_two),
-    "mixture-of-experts": Implementation(mixture_of_experts, "mixture_of_experts", _top_two),
-    "megablocks": Implementation(megablocks, "megablocks", lambda case: _on_gpu(case) and case.dtype == "bfloat16"),
     "scattermoe": Implementation(scattermoe, "scattermoe", _on_gpu),
-    "liger": Implementation(liger, "liger_kernel", _on_gpu),
-    "sonicmoe": Implementation(sonicmoe, "sonicmoe", lambda case: _on_gpu(case) and case.dtype == "bfloat16"),
     LIMIT: Implementation(limit, suits=lambda case: case.train),
 }
 OWN = ("pointsman", LIMIT)

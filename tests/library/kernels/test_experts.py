@@ -176,7 +176,7 @@ def gemm_case(capability: int, rows: int, dtype: str, outer: bool) -> tuple[str,
     from pointsman.kernels.triton import tiles
 
     exact = getattr(torch, dtype)
-    tile = tiles.estimate(tiles.OUTER if outer else tiles.TIMES, rows, exact, capability // 10)
+    tile = tiles.tile_for(tiles.OUTER if outer else tiles.TIMES, exact, rows, capability // 10)
     constants = {"PRECISION": "tf32x3" if dtype == "float32" else "ieee"}
     constants |= {"BM": tile.rows, "BN": tile.columns, "BK": tile.inner}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
@@ -219,7 +219,7 @@ def test_products_with_units_compile(
     from pointsman.kernels.triton import tiles
 
     product = {"up_kernel": (tiles.UP, tiles.GATED_UP), "inner_kernel": (tiles.INNER, tiles.GATED_INNER)}[name][gated]
-    tile = tiles.estimate(product, rows, getattr(torch, dtype), capability // 10)
+    tile = tiles.tile_for(product, getattr(torch, dtype), rows, capability // 10)
     constants = {"E": 64, "EP": 128, "ACT": 1, "GATED": gated, "BIAS": True, "DROP": True}
     constants |= {"PRECISION": "tf32x3" if dtype == "float32" else "ieee"}
     constants |= {"BM": tile.rows, "BN": tile.columns, "BK": tile.inner}

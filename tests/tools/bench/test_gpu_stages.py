@@ -45,7 +45,7 @@ def test_an_unknown_stage_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", ["tests", "layer", "steps", "tune", "run"])
+@pytest.mark.parametrize("name", ["tests", "layer", "steps", "run"])
 def test_the_other_stages(name: str, tmp_path: Path) -> None:
     ended = stages(tmp_path, name)
     assert ended.returncode == 0, (tmp_path / f"{name}.log").read_text()

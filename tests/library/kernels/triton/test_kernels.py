@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pointsman.kernels.triton import flash_ops, fused, language, permute, products, tiles, units
+from pointsman.kernels.triton import flash_ops, fused, language, permute, products, units
 from pointsman.kernels.triton.permute import Sorted, combine, sort
 from pointsman.ops.feed_forward import ACTIVATIONS
 
@@ -216,13 +216,6 @@ def test_tiles_share_the_cache(rows: int, columns: int, inner: int, experts: int
     row_by_row = missed([(row, column) for row in range(rows) for column in range(columns)])
     assert found <= 0.5 * column_by_column
     assert columns < 3 * group or found < 0.5 * row_by_row, "where the weights of an expert do not fit"
-
-
-def test_the_cache_of_tiles_does_not_grow_with_the_batches() -> None:
-    tiles._chosen.cache_clear()
-    for rows in range(5000):
-        tiles.chosen(tiles.UP, torch.bfloat16, rows, 100 + rows % 50, torch.device("cpu"))
-    assert tiles._chosen.cache_info().currsize < 40
 
 
 def test_many_sequences_are_one_dimension_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:

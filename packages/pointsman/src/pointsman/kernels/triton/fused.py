@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pointsman.kernels.triton.language import FUSED, dot, power_of_2, precision, tile_of
+from pointsman.kernels.triton.language import FUSED, dot, major_capability, power_of_2, precision, tile_of
 from pointsman.kernels.triton.permute import Sorted
 from pointsman.kernels.triton.products import accumulated
-from pointsman.kernels.triton.tiles import GATED_INNER, GATED_UP, INNER, UP, chosen
+from pointsman.kernels.triton.tiles import GATED_INNER, GATED_UP, INNER, UP, tile_for
 from pointsman.kernels.triton.units import ACTIVATIONS, Setting, hidden, kept, through
 
 
@@ -143,7 +143,7 @@ def up(
     u, h = rows.new_empty(slots, width), rows.new_empty(slots, width)
     g = None if w_gate is None else rows.new_empty(slots, width)
     name = UP if g is None else GATED_UP
-    t = chosen(name, rows.dtype, slots // experts, width, rows.device)
+    t = tile_for(name, rows.dtype, slots // experts, major_capability(rows.device))
     tiles = triton.cdiv(slots, t.rows) + experts, triton.cdiv(width, t.columns)
     b_in, b_gate = setting.b_in, setting.b_gate
     up_kernel[tiles[0] * tiles[1],](
@@ -165,7 +165,7 @@ def inner(
     d_up, weighted = torch.empty_like(u), torch.empty_like(u)
     d_gate = None if g is None else torch.empty_like(u)
     name = INNER if g is None else GATED_INNER
-    t = chosen(name, u.dtype, slots // experts, width, u.device)
+    t = tile_for(name, u.dtype, slots // experts, major_capability(u.device))
     tiles = triton.cdiv(slots, t.rows) + experts, triton.cdiv(width, t.columns)
     parts = u.new_zeros(slots, tiles[1], dtype=torch.float32)  # dropped assignments have no row, and no gradient
     b_in, b_gate = setting.b_in, setting.b_gate

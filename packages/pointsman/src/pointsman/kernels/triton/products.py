@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pointsman.kernels.triton.language import FUSED, dot, power_of_2, precision, tile_of
+from pointsman.kernels.triton.language import FUSED, dot, major_capability, power_of_2, precision, tile_of
 from pointsman.kernels.triton.permute import Sorted
-from pointsman.kernels.triton.tiles import OUTER, TIMES, chosen
+from pointsman.kernels.triton.tiles import OUTER, TIMES, tile_for
 
 
 @triton.jit
@@ -104,7 +104,7 @@ def times(left: Tensor, weight: Tensor, where: Sorted, second: tuple[Tensor, Ten
     slots, (experts, inner, width) = len(left), weight.shape
     output = left.new_empty(slots, width)
     other, more = second or (left, weight)
-    t = chosen(TIMES, left.dtype, slots // experts, width, left.device)
+    t = tile_for(TIMES, left.dtype, slots // experts, major_capability(left.device))
     rows, columns = triton.cdiv(slots, t.rows) + experts, triton.cdiv(width, t.columns)
     rows_kernel[rows * columns,](
         left, weight, other, more, where.ends, output, inner, width,
@@ -122,7 +122,7 @@ def outer(
     experts, m, n = len(where.ends), left.shape[1], right.shape[1]
     output = left.new_empty(experts, m, n)
     found = [output, left.new_empty(experts, m)] if sums else [output]
-    t = chosen(OUTER, left.dtype, where.order.numel() // experts, n, left.device)
+    t = tile_for(OUTER, left.dtype, where.order.numel() // experts, major_capability(left.device))
     outer_kernel[triton.cdiv(m, t.rows), triton.cdiv(n, t.columns), experts](
         left, right, where.order, where.ends, output, found[-1], m, n, max(left_k, right_k, 1),
         left_k > 0, right_k > 0, sums, precision(left), **t.options, **FUSED,
