@@ -82,6 +82,44 @@ def test_source_and_data_of_the_sender(
     assert not Path("theirs/explorer.json").exists()
 
 
+def test_an_exam_arrives_with_the_cells_that_the_record_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pointsman_lab.exam.exam import VERSION, collect, plan_in, record
+
+    Path("mine.py").write_text(SOURCE)
+    task, row = next((task, row) for task, row in record() if row not in ("oracle", "plain"))
+    own = {"row": "mine", "tried": [], "runs": {"0": {"value": 0.5, "curve": []}}}
+    rows = ["oracle", "plain", row, "mine"]
+    plan = {"version": VERSION, "rows": rows, "tasks": [task], "seeds": 1, "imports": [str(Path("mine.py").resolve())]}
+    Path(f"exam/cells/{task}").mkdir(parents=True)
+    dump(Path("exam/exam.json"), plan)
+    dump(Path(f"exam/cells/{task}/exam-mine.json"), own)
+    before = collect(plan_in(Path("exam")), Path("exam"))
+    assert set(before) == {(task, one) for one in rows}
+    assert main(["share", "exam", "--out", str(tmp_path / "receiver" / "exam.pointsman")]) == 0
+    monkeypatch.chdir(tmp_path / "receiver")
+    monkeypatch.setattr("pointsman_lab.exam.exam.record", dict)  # a version whose record lacks them
+    capsys.readouterr()
+    assert main(["open", "exam.pointsman"]) == 0
+    said = capsys.readouterr().out
+    assert "raise SystemExit" in said
+    assert task in said
+    assert collect(plan_in(Path("exam")), Path("exam")) == before
+    assert Path("exam/report.html").is_file()
+    told = json.loads(zlib.decompress(Path("exam.pointsman").read_bytes()))
+    for record_of, says in (
+        ({"plan": plan, "cells": {"../exam-x.json": own}}, "a cell called"),
+        ({"plan": plan, "cells": {f"cells/{task}/exam-a.json": {"row": 3}}}, "cells"),
+        ({"cells": {}}, "plan"),
+    ):
+        bad = told | {"record": json.dumps(record_of)}
+        Path("bad.pointsman").write_bytes(zlib.compress(json.dumps(bad).encode()))
+        assert main(["open", "bad.pointsman"]) == 2
+        assert says in capsys.readouterr().err
+        assert not Path("bad").exists()
+
+
 def test_missing_data_are_no_nearest_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--data", "mytext.txt", "--out", "t"]) == 2
     said = capsys.readouterr().err

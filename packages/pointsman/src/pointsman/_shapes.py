@@ -53,7 +53,7 @@ SHAPES: dict[str, Any] = {
     "exam-*.json": {
         "row!": str, "tried!": [[str | float | int | None]], "chosen": {"spec!": str, "rate!": float}, "refused": str,
         "runs!": {"*": {
-            "value!": MAYBE, "curve!": [[MAYBE]], "ami": float, "used": int, "cost": float, "confusion": [[int]],
+            "value!": MAYBE, "curve": [[MAYBE]], "ami": float, "used": int, "cost": float, "confusion": [[int]],
         }},
     },
     "audit.json": {

@@ -1,4 +1,4 @@
-"""`pointsman share DIR` and `pointsman open FILE`: a run, a comparison or an audit for somebody else, as one file."""
+"""`pointsman share DIR` and `pointsman open FILE`: a run, a comparison, an audit or an exam as one file."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ tables and its page again, and shows the source. It runs none of it.
 
 
 def parser() -> Parser:
-    flags = Parser("share", "Write one file of a run, a comparison or an audit.", EPILOG)
-    flags.add_argument("folder", type=Path, metavar="DIR", help="a run, a comparison or an audit")
+    flags = Parser("share", "Write one file of a run, a comparison, an audit or an exam.", EPILOG)
+    flags.add_argument("folder", type=Path, metavar="DIR", help="a run, a comparison, an audit or an exam")
     flags.common("the file to write (default: NAME.pointsman)", settings="", folder=False)
     return flags
 
@@ -33,11 +33,22 @@ def run(words: Sequence[str]) -> int:
     values = parser().read(words)
     check_device(values.device)
     from pointsman_lab.runs.comparison import read
-    from pointsman_lab.runs.sharing import share
+    from pointsman_lab.runs.sharing import EXAM, share
 
     out = values.out or Path(f"{values.folder.resolve().name}{ENDING}")
     if out.is_dir():
         raise RunError(f"pointsman share: --out {out}: this is a folder; allowed is a file")
+    if (values.folder / EXAM).is_file():
+        from pointsman_lab.exam.cell import path_of
+        from pointsman_lab.exam.exam import collect, plan_in
+
+        plan = plan_in(values.folder)
+        cells = {
+            path_of(values.folder, *place).relative_to(values.folder).as_posix(): cell
+            for place, cell in collect(plan, values.folder).items()
+        }
+        print(share(values.folder, out, bibtex(plan.rows), cells))
+        return 0
     print(share(values.folder, out, bibtex(read(values.folder).routers)))
     return 0
 
@@ -74,7 +85,7 @@ def run_open(words: Sequence[str]) -> int:
     check_device(values.device)
     from pointsman_lab.report import write_report
     from pointsman_lab.report.results import write_tables
-    from pointsman_lab.runs.sharing import open_shared
+    from pointsman_lab.runs.sharing import EXAM, open_shared
 
     out = values.out or Path(values.file.name.removesuffix(ENDING))
     if out == values.file:
@@ -92,6 +103,16 @@ def run_open(words: Sequence[str]) -> int:
     print(printable(f"data: {data['name']}{size}{mark}; not in the file: name yours with --data"))
     if (out / "comparison.json").is_file():
         print(write_tables(out))
+    if (out / EXAM).is_file():
+        from pointsman_lab.exam.card import Card, write_card
+        from pointsman_lab.exam.exam import collect, plan_in
+
+        plan = plan_in(out)
+        card = Card(plan.tasks, collect(plan, out), plan.rows)
+        card.print()
+        print(f"page: {write_card(card, out)}", file=sys.stderr)
+        print(out)
+        return 0
     try:
         print(f"page: {write_report(out)}", file=sys.stderr)
     except RunError as missing:

@@ -101,6 +101,18 @@ def merged(plan: Plan, out: Path) -> Plan:
     )
 
 
+def plan_in(out: Path) -> Plan:
+    """The plan of an exam's directory.
+
+    Raises:
+        RunError: it holds an exam of another version, or tasks that are not here.
+    """
+    found = read_json(out / PLAN) or {}
+    if found.get("version") != VERSION or not set(found["tasks"]) <= TASKS.keys():
+        raise RunError(f"{out} holds version {found.get('version')} of the exam or other tasks, this is {VERSION}")
+    return Plan(tuple(found["rows"]), tuple(found["tasks"]), found["seeds"], tuple(found.get("imports", ())))
+
+
 def examine(
     plan: Plan,
     out: Path,

@@ -1,7 +1,8 @@
-"""One file of a run, a comparison or an audit for somebody else: compressed JSON, without weights and without data.
+"""One file of a run, a comparison, an audit or an exam for somebody else: compressed JSON, no weights, no data.
 
-Its records are those of `compact`, read back through the same checks. Python files that the sender imported routers
-from are carried as text, under `sources/` of the receiver's folder, and are executed by nobody unasked.
+Its records are those of `compact`, of an exam its cells, read back through the same checks. Python files that the
+sender imported routers from are carried as text, under `sources/` of the receiver's folder, and are executed by nobody
+unasked.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ from pointsman._files import (
     within,
     write_whole,
 )
-from pointsman._shapes import check_shape, inflated
+from pointsman._shapes import check_shape, inflated, shape_of
 from pointsman_lab.runs.compact import RECORD, line_of, packed, read_record, write_record, written
 from pointsman_lab.runs.paths import COMPARISON, CONFIG, EVALUATION, slug
 
 FORMAT, VERSION = "pointsman-share", 1
-SOURCES = "sources"
+EXAM, SOURCES = "exam.json", "sources"
 HERE = "@shared@"
 """Stands for the receiver's folder in recorded paths."""
 SHAPE = {
     "kind!": str, "name!": str, "comparison!": dict | None, "record!": str, "sources!": {"*": str}, "modules!": [str],
     "data!": {"name!": str, "fingerprint": str, "bytes": int, "sha256": str}, "papers!": str,
 }  # fmt: skip
+_CELL = re.compile(r"cells/[A-Za-z0-9_-]+/exam-[^/\\:\x00-\x1f]+\.json")
 _SOURCE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}\.py")
 
 
@@ -53,8 +55,11 @@ class Opened:
     papers: str
 
 
-def share(folder: Path, out: Path, papers: str = "") -> Path:
+def share(folder: Path, out: Path, papers: str = "", cells: Mapping[str, Any] | None = None) -> Path:
     """Writes the file.
+
+    Args:
+        cells: of an exam: file in its folder -> its content.
 
     Raises:
         RunError: the folder holds no finished run, or is damaged.
@@ -67,6 +72,11 @@ def share(folder: Path, out: Path, papers: str = "") -> Path:
         if file is None:
             raise RunError(f"{folder}: no run of this comparison is finished: there is nothing to share")
         record, settings = read_ordinary(file).decode(), plan.get("settings") or {}
+    elif cells is not None:
+        settings = read_whole_json(folder / EXAM) or {}
+        record = json.dumps({"plan": settings, "cells": cells})
+        if not cells:
+            raise RunError(f"{folder}: no run of this exam is finished: there is nothing to share")
     else:
         if not (folder / CONFIG).is_file() or not (folder / EVALUATION).is_file():
             raise RunError(f"{folder}: no finished run, comparison or audit: there is nothing to share")
@@ -86,11 +96,11 @@ def share(folder: Path, out: Path, papers: str = "") -> Path:
                 raise RunError(f"{folder}: the routers' file {name} cannot be read: {error}") from None
             moved[name] = f"{HERE}/{SOURCES}/{known}"
     modules = [one for one in settings.get("imports") or () if isinstance(one, str) and not one.endswith(".py")]
-    data, place = _data(str(settings.get("data") or ""), plan or {})
+    data, place = _data(str(settings.get("data") or ("the exam's tasks" if cells else "")), plan or {})
     if place:
         moved[place] = Path(place).name
     told = {
-        "format": FORMAT, "version": VERSION, "kind": "run" if plan is None else "comparison",
+        "format": FORMAT, "version": VERSION, "kind": "exam" if cells else "run" if plan is None else "comparison",
         "name": folder.resolve().name, "comparison": _moved(plan, moved), "record": _moved(record, moved),
         "sources": sources, "modules": modules, "data": data, "papers": papers,
     }  # fmt: skip
@@ -119,7 +129,7 @@ def _moved(value: Any, moved: Mapping[str, str]) -> Any:
 
 
 def open_shared(file: Path, out: Path) -> Opened:
-    """Writes the run or comparison of a file into a new folder.
+    """Writes the run, comparison or exam of a file into a new folder.
 
     Raises:
         RunError: no such file, it is damaged or too large, or the folder is not empty.
@@ -129,6 +139,10 @@ def open_shared(file: Path, out: Path) -> Opened:
         raise RunError(f"{out}: it exists and is not empty; choose another --out")
     here = str(out.resolve())
     record = _moved(told["record"], {HERE: here})
+    if told["kind"] == "exam":
+        for name, content in _exam_files(file, record).items():
+            write_whole(within(out, *name.split("/")), json.dumps(content) + "\n")
+        return _others(told, out)
     with scratch_folder(out.absolute().parent) as scratch:
         with open_new(scratch / RECORD) as opened:
             opened.write(record.encode())
@@ -141,6 +155,23 @@ def open_shared(file: Path, out: Path) -> Opened:
     else:
         write_whole(out / COMPARISON, json.dumps(_moved(told["comparison"], {HERE: here}), indent=2) + "\n")
         write_whole(out / RECORD, record)
+    return _others(told, out)
+
+
+def _exam_files(file: Path, record: str) -> dict[str, Any]:
+    """File of an exam's folder -> its content, checked."""
+    try:
+        found = parse_json(record)
+    except ValueError as error:
+        raise RunError(f"{file}: damaged: {error}") from None
+    check_shape(found, {"plan!": shape_of(EXAM), "cells!": {"*": shape_of("exam-a.json")}}, str(file))
+    if bad := next((name for name in found["cells"] if not _CELL.fullmatch(name)), None):
+        raise RunError(f"{file}: damaged: a cell called {bad!r}")
+    return {EXAM: found["plan"], **found["cells"]}
+
+
+def _others(told: Mapping[str, Any], out: Path) -> Opened:
+    """Writes the sources and the papers."""
     sources = [write_whole(within(out, SOURCES, name), text) for name, text in told["sources"].items()]
     if told["papers"]:
         write_whole(out / "papers.bib", told["papers"])
