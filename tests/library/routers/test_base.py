@@ -69,8 +69,3 @@ def test_a_layer_trains_compiled_as_not(experts: str) -> None:
         found.append([routing.experts, routing.weights.detach(), layer.router.score.weight.grad])
     for left, right in zip(*found, strict=True):
         torch.testing.assert_close(left, right)
-
-
-def test_mistakes_are_one_line() -> None:
-    with pytest.raises(ValueError, match="option group"):
-        build_router("base:group=world", dim=4, num_experts=4)

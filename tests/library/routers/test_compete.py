@@ -142,20 +142,6 @@ def test_half_precision_padding_and_no_tokens() -> None:
     assert all(torch.isfinite(p.grad).all() for p in layer.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize(
-    ("option", "says"),
-    [
-        ("rate=2", "rate=2.0: allowed are numbers from 0 to 1"),
-        ("warmup=-1", "warmup=-1: allowed are whole numbers from 0"),
-        ("router=-1", "router=-1.0: allowed are numbers from 0"),
-        ("diversity=-1", "diversity=-1.0: allowed are numbers from 0"),
-    ],
-)
-def test_options_out_of_range(option: str, says: str) -> None:
-    with pytest.raises(ValueError, match=f"compete: option {says}"):
-        build_router(f"compete:{option}", dim=4, num_experts=4)
-
-
 def test_it_needs_the_experts_of_a_layer() -> None:
     with pytest.raises(ValueError, match="asks the experts of the MoE layer"):
         build_router("compete:rate=1", dim=4, num_experts=4)(torch.zeros(1, 4))

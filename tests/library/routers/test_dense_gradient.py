@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pointsman import MoE, RoutingContext, build_router
+from pointsman import MoE, RoutingContext
 
 DIM, EXPERTS = 5, 6
 
@@ -68,11 +68,3 @@ def test_every_router_of_a_choice_gets_a_gradient_of_all_experts(spec: str) -> N
     (first, *_) = (parameter.grad for parameter in layer.router.score.parameters())
     assert first is not None
     assert bool(first.any())
-
-
-@pytest.mark.parametrize(
-    "spec", ["thor", "soft", "sparsemixer", "default", "smoe:weigh=input", "smoe:nulls=2", "dynmoe"]
-)
-def test_where_it_means_nothing_it_is_refused(spec: str) -> None:
-    with pytest.raises(ValueError, match="dense_gradient"):
-        build_router(f"{spec}:dense_gradient=true", dim=DIM, num_experts=EXPERTS)

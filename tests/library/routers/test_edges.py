@@ -145,19 +145,6 @@ def test_statistics_are_gathered_where_no_loss_is() -> None:
     assert int(layer.router.mix.head_steps) == 1
 
 
-@pytest.mark.parametrize(
-    ("spec", "says"),
-    [
-        ("smoe:noise=-1", "noise=-1.0: allowed are numbers from 0"),
-        ("switch:jitter=5", "jitter=5.0: allowed are numbers from 0 to 1"),
-        ("thor:alpha=-2", "alpha=-2.0: allowed are numbers from 0"),
-    ],
-)
-def test_options_out_of_range(spec: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        build_router(spec, dim=4, num_experts=2)
-
-
 @pytest.mark.parametrize("hidden_dim", [0, -3, 2.5, True])
 def test_sizes_of_experts_are_whole(hidden_dim: object) -> None:
     with pytest.raises(ValueError, match=r"hidden_dim=.*: allowed are whole numbers from 1"):
@@ -173,12 +160,6 @@ def test_every_capacity_in_range_keeps_the_first_token(capacity: float, masked: 
     kept = (routing.experts >= 0).view(2, 5, 2)
     assert kept[:, 0].all()
     assert kept.all() == (capacity > 1)
-
-
-@pytest.mark.parametrize("capacity", [0, -1.0, 1e30, float("nan")])
-def test_other_capacities_are_refused(capacity: float) -> None:
-    with pytest.raises(ValueError, match="allowed"):
-        build_router("smoe", dim=8, num_experts=4, capacity=capacity)
 
 
 @pytest.mark.parametrize("experts", ["ffn", "base"])

@@ -72,19 +72,6 @@ def test_a_layer_with_fewer_visible_experts_than_k_trains() -> None:
     assert ((routing.experts >= 0).sum(-1) == 1).all()
 
 
-@pytest.mark.parametrize(
-    ("spec", "says"),
-    [
-        ("mask:visible=0", r"mask: option visible=0: allowed are whole numbers from 1 to 4 \(experts\)"),
-        ("mask:visible=5", r"mask: option visible=5: allowed are whole numbers from 1 to 4 \(experts\)"),
-        ("mask:rare=-1", "mask: option rare=-1: allowed are whole numbers from 0"),
-    ],
-)
-def test_options_out_of_range(spec: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        build_router(spec, dim=4, num_experts=4, vocab_size=8)
-
-
 def test_mistakes_are_one_line() -> None:
     with pytest.raises(ValueError, match="mask: the router routes by token ids and needs vocab_size"):
         build_router("mask", dim=4, num_experts=4)

@@ -56,8 +56,3 @@ def test_a_task_is_carried_past_padding_and_empty_segments() -> None:
         real = mask[:, start:stop]
         torch.testing.assert_close(part.probs.view(2, stop - start, EXPERTS)[real], whole[:, start:stop][real])
         past = part.carry
-
-
-def test_mixing_equal_scores_is_refused() -> None:
-    with pytest.raises(ValueError, match="pooled does not read mixed scores"):
-        build_router("pooled+similarity", dim=DIM, num_experts=EXPERTS)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pointsman import RoutingContext, build_router
+from pointsman import RoutingContext
 from pointsman.routers.frame.stage_values import Scores
 from pointsman.routers.papers.sparsemixer import Drawn
 from tests.library.routers.oracle import inputs, route, router_for
@@ -65,10 +65,3 @@ def test_every_round_takes_another_expert() -> None:
     real = mask.flatten()
     assert torch.equal(routing.experts[real].sort(-1).values, torch.arange(6).expand(19, 6))
     assert routing.weights.isfinite().all()
-
-
-def test_options_out_of_range() -> None:
-    with pytest.raises(ValueError, match="sparsemixer: option r"):
-        build_router("sparsemixer:r=-1", dim=4, num_experts=4)
-    with pytest.raises(ValueError, match="version"):
-        build_router("sparsemixer:version=3", dim=4, num_experts=4)

@@ -188,19 +188,3 @@ def test_stage_one_chooses_as_greedy_base() -> None:
     left, right = routed(one, hidden), two(hidden)
     assert torch.equal(left.experts, right.experts)
     assert torch.equal(left.weights, right.weights)
-
-
-@pytest.mark.parametrize(
-    ("spec", "says"),
-    [
-        ("stable:stage_one=-1", "stable: option stage_one=-1: allowed are whole numbers from 0"),
-        ("stable:load=-1", "stable: option load=-1.0: allowed are numbers from 0"),
-        ("stable:light=trigram", "option light='trigram'|light: "),
-        ("stable:distill=-1", "stable: option distill=-1.0: allowed are numbers from 0"),
-    ],
-)
-def test_mistakes_are_one_line(spec: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        build_router(spec, dim=4, num_experts=4, vocab_size=8)
-    with pytest.raises(ValueError, match="stable: the router routes by token ids and needs vocab_size"):
-        build_router("stable", dim=4, num_experts=4)

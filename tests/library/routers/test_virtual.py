@@ -159,20 +159,6 @@ def test_half_precision_padding_and_no_tokens(kind: str) -> None:
     assert not layer(torch.randn(2, 5, 16).bfloat16(), RoutingContext(padding_mask=nothing)).any()
 
 
-@pytest.mark.parametrize(
-    ("spec", "says"),
-    [
-        ("smoe:nulls=-1", "smoe: option nulls=-1: allowed are whole numbers from 0"),
-        ("loss-free:nulls=2:kind=mixed", "loss-free: option nulls=2: kind=mixed allows whole numbers from 3"),
-        ("loss-free:nulls=2:groups=2", "loss-free: option groups=2: nulls=2 allows 1"),
-        ("smoe:nulls=2:kind=twin", "zero or copy or constant or mixed"),
-    ],
-)
-def test_mistakes_are_one_line(spec: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        build_router(spec, dim=4, num_experts=4)
-
-
 def test_base_experts_contain_their_input() -> None:
     with pytest.raises(ValueError, match="experts='base' allows no such router"):
         MoE(8, 8, 4, router="smoe:nulls=2", experts="base")
