@@ -114,11 +114,11 @@ class HyperScorer(Scorer):
         return self._cache[1:]
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
-        return linear(*self.product(hidden, context))
+        return linear(*HyperScorer.product(self, hidden, context))  # also where a choice has extended it
 
     def product(self, hidden: Tensor, context: RoutingContext) -> Product:
         dropped = self.training and self.embed_dropout > 0
-        return Product(hidden, *(self.generate(self.embed_dropout) if dropped else self.plain_linear()))
+        return Product(hidden, *(self.generate(self.embed_dropout) if dropped else HyperScorer.plain_linear(self)))
 
     def _apply(self, fn: Any, recurse: bool = True) -> HyperScorer:
         self._cache = None

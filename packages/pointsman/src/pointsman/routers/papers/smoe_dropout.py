@@ -34,7 +34,7 @@ class FrozenLinearScorer(Scorer):
         return self.weight * sharpness, self.bias * sharpness
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
-        return linear(hidden, *self.plain_linear())
+        return linear(hidden, *FrozenLinearScorer.plain_linear(self))  # also where a choice has extended it
 
     def product(self, hidden: Tensor, context: RoutingContext) -> Product:
         return Product(hidden, *self.plain_linear())

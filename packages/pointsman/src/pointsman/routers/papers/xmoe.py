@@ -48,7 +48,7 @@ class CosineScorer(Scorer):
         self.expert_embeddings = nn.Parameter(F.normalize(directions, dim=-1) * expert_norm)
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
-        return linear(*self.product(hidden, context))
+        return linear(*CosineScorer.product(self, hidden, context))  # also where a choice has extended it
 
     def product(self, hidden: Tensor, context: RoutingContext) -> Product:
         tokens = upcast(hidden) if self.projection is None else linear(hidden, self.projection.weight)
