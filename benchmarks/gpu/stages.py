@@ -93,7 +93,7 @@ def facts(record: Record) -> None:
 
 def tests(record: Record) -> None:
     """The tests that need a GPU; warnings are listed, not errors."""
-    paths = ["tests/library/experts", "tests/library/ops", "tests/lab/training/test_graph.py", "tests/tools/bench"]
+    paths = ["tests/library/experts", "tests/library/ops", "tests/lab/training/test_waiting.py", "tests/tools/bench"]
     options = ["--collect-only"] if record.tiny else []
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-W", "default", "-p", "no:xdist", *options, *paths]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -195,17 +195,16 @@ def one_layer(record: Record, case: Case, implementation: Implementation, kernel
 
 
 def steps(record: Record) -> None:
-    """Training steps of HyperRouter's small model: eager and as a graph."""
+    """Training steps of HyperRouter's small model."""
     from tools.bench.steps import SETTINGS, Steps
 
     settings = {**SETTINGS, "preset": "tiny"} if record.tiny else SETTINGS
     found = []
     for k in (2,) if record.tiny else (2, 9, 16):
-        for way in ("eager",) if record.device.type != "cuda" else ("eager", "graph"):
-            state = Steps(way, str(record.device), {**settings, "train_top_k": str(k)})
-            record[f"{way}_k{k}"] = figures = {**state.measure(), **state.launches()}
-            found.append(f"{way} k {k}: {1e3 * figures['total']:.1f} ms" if "total" in figures else way)
-            del state
+        state = Steps(str(record.device), {**settings, "train_top_k": str(k)})
+        record[f"k{k}"] = figures = {**state.measure(), **state.launches()}
+        found.append(f"k {k}: {1e3 * figures['total']:.1f} ms")
+        del state
     record["summary"] = "; ".join(found)
 
 
@@ -223,7 +222,7 @@ def run(record: Record) -> None:
     sizes = ["--preset", "tiny", "--steps", "2", "--routers", "smoe", "--data", "stdlib", "--eval-tokens", "1000"]
     if not record.tiny:
         sizes = ["--preset", "small", "--steps", str(steps_), "--routers", ",".join(routers), "--data", "enwik8",
-                 "--eval-tokens", "500000", "--top-k", "1,2,4,8,16", "--set", "cuda_graph=true"]  # fmt: skip
+                 "--eval-tokens", "500000", "--top-k", "1,2,4,8,16"]  # fmt: skip
     out = str(record.file.with_suffix(""))
     command = [sys.executable, "-m", "pointsman_lab", "compare", *sizes, "--device", str(record.device), "--out", out]
     record["command"] = command
@@ -232,10 +231,10 @@ def run(record: Record) -> None:
 
 
 def mean_step(record: Record) -> float | None:
-    """Seconds a graphed step, the mean over k from 2 to 16; None if the stage `steps` has not measured it here."""
+    """Seconds a step, the mean over k from 2 to 16; None if the stage `steps` has not measured it here."""
     file = record.file.with_name("steps.json")
     found = json.loads(file.read_text()) if file.exists() else {}
-    names = [f"graph_k{k}" for k in (2, 9, 16)]
+    names = [f"k{k}" for k in (2, 9, 16)]
     if found.get("tiny") or not all("total" in found.get(name, {}) for name in names):
         return None
     return statistics.mean(found[name]["total"] for name in names)

@@ -1,4 +1,4 @@
-"""Training steps of HyperRouter's small Transformer-XL, eager or as CUDA graphs: a stage of `benchmarks/gpu`."""
+"""Training steps of HyperRouter's small Transformer-XL: a stage of `benchmarks/gpu`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pointsman_lab.training.state import TrainingState
 SETTINGS = {"preset": "small", "router": "hyperrouter", "data": "stdlib"}
 """HyperRouter's small model; its batches are 22 x 512 tokens after a memory of 512."""
 
-FIRST, STEPS = 12, 10  # warm-up steps (memory, compilation, graph capture), and steps of a measurement
+FIRST, STEPS = 12, 10  # warm-up steps (memory, compilation), and steps of a measurement
 
 Settings = Mapping[str, Any]
 
@@ -27,14 +27,13 @@ class Steps:
     """A run under way.
 
     Args:
-        way: "eager" or "graph".
-        device: where it trains; graphs need a CUDA device.
+        device: where it trains.
         settings: of the run: what `recipes.preset` takes, its name as "preset".
     """
 
-    def __init__(self, way: str, device: str, settings: Settings) -> None:
+    def __init__(self, device: str, settings: Settings) -> None:
         name, rest = settings["preset"], {key: value for key, value in settings.items() if key != "preset"}
-        config = preset(name, cuda_graph=way == "graph", **rest)
+        config = preset(name, **rest)
         corpus = open_corpus(config.data)
         self.device = torch.device(device)
         task = LanguageModelling(corpus)
@@ -50,22 +49,19 @@ class Steps:
             self.state.train_step()
             start = self._now()
             for _ in range(STEPS):
-                self.state.train_step(read=False)
+                self.state.train_step()
             end = self._now()
         return {"total": (end - start) / STEPS}
 
     def launches(self) -> dict[str, float]:
-        """How many kernels and copies one step starts on the device, and the share of its time in which none runs.
-
-        A graph's nodes count as the kernels that they are.
-        """
+        """How many kernels and copies one step starts on the device, and the share of its time in which none runs."""
         if self.device.type != "cuda":
             return {}
         from torch.profiler import ProfilerActivity, profile
 
         with using(self.kernels), profile(activities=[ProfilerActivity.CUDA]) as found:
             began = self._now()
-            self.state.train_step(read=False)
+            self.state.train_step()
             took = self._now() - began
         events = [event for event in found.events() or () if event.device_type.name == "CUDA"]
         busy = sum(event.time_range.elapsed_us() for event in events) / 1e6  # of one stream: they do not overlap

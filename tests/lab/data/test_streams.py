@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pointsman._errors import RunError
-from pointsman_lab.data import streams
 from pointsman_lab.data.streams import IGNORE, BatchStream, EvalStream
 
 
@@ -38,23 +37,6 @@ def test_training_segments(batch_size: int, segment: int, extra: int, step: int)
     seen = torch.cat([stream.batch(index)[1].flatten() for index in range(stream.steps_per_epoch)])
     assert len(set(seen.tolist())) == len(seen)
     assert len(tokens) - 1 - len(seen) < batch_size * (segment + 1)
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int64])
-def test_batches_computed_on_the_device(dtype: type) -> None:
-    stream = BatchStream(np.arange(101).astype(dtype), batch_size=3, segment_length=5)
-    assert stream.reside()
-    for step in (0, 3, 5, 6, 13):
-        for own, other in zip(stream.at(torch.tensor(stream.start(step))), stream.batch(step), strict=True):
-            assert own.dtype == torch.int64
-            assert torch.equal(own, other)
-
-
-def test_a_text_too_large_for_the_device_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "MOST_ON_DEVICE", 100)
-    assert BatchStream(np.zeros(100, dtype=np.uint8), 2, 4).reside()
-    assert not BatchStream(np.zeros(101, dtype=np.uint8), 2, 4).reside()
-    assert not BatchStream(np.zeros(50, dtype=np.uint16), 2, 4).reside()
 
 
 def test_batches_do_not_share_memory_with_the_tokens() -> None:

@@ -21,7 +21,7 @@ def test_a_comparison_of_an_earlier_version_goes_on(settings: Callable[..., RunC
     values = json.loads((tmp_path / COMPARISON).read_text())
     assert "top_k" not in values["settings"]["model"]
     values["settings"]["model"]["top_k"] = 2  # was a setting of its own
-    del values["settings"]["cuda_graph"], values["settings"]["model"]["pre_norm"]  # did not exist
+    del values["settings"]["model"]["pre_norm"]  # did not exist
     (tmp_path / COMPARISON).write_text(json.dumps(values))
     more = Plan(settings(), ("smoe", "xmoe"), (0,))
     assert merged(more, tmp_path).routers == ("smoe", "xmoe")

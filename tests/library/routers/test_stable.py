@@ -170,16 +170,6 @@ def test_without_a_stage_one_the_light_router_never_trains() -> None:
         MoE(5, 4, EXPERTS, router="stable:stage_one=0", vocab_size=64, attach_losses=True)
 
 
-@pytest.mark.parametrize("unless", [False, True])
-def test_a_switch_that_may_not_change_anything(unless: bool) -> None:
-    layer = MoE(5, 4, EXPERTS, router="stable:stage_one=1", vocab_size=64, attach_losses=True)
-    before = layer.router.score.light.detach().clone()
-    step_end(layer, unless=torch.tensor(unless))
-    assert int(layer.router.score.steps) == (not unless)
-    assert layer.router.score.light.requires_grad == unless
-    assert torch.equal(layer.router.score.light, before)
-
-
 def test_stage_one_chooses_as_greedy_base() -> None:
     one, two = router_for("stable"), router_for("base").eval()
     with torch.no_grad():

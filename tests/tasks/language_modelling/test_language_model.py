@@ -16,7 +16,6 @@ from pointsman.recording import record_routing
 from pointsman_lab.evaluation.passes import EvaluationContext
 from pointsman_lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 from pointsman_lab.tasks.language_modelling.evaluation import EvalProtocol, evaluate, quality
-from tests.lab.training.test_graph import TapeRecorder
 
 TOKENS = np.random.default_rng(0).integers(0, 20, 200).astype(np.uint8)
 WHOLE = EvalProtocol(batch_size=1, segment_length=16, memory_length=200)
@@ -154,19 +153,3 @@ def test_it_waits_for_a_device_once_a_k(routing: bool, monkeypatch: pytest.Monke
                 evaluate(model, text, "byte", split="test", top_k=[1], protocol=EvalProtocol(2, 16, 16), how=how)
             counts.append(waits.count)
     assert counts[0] == counts[1]
-
-
-@pytest.mark.parametrize("router", ["smoe", "xmoe+similarity"])  # hyperrouter caches by value on a CPU
-def test_a_captured_forward_equals_an_eager_one(router: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apply, "_path", lambda *_: "cuda")
-    model = build(router).float()
-    tokens = np.random.default_rng(0).integers(0, 20, 2 * 9 * 4 + 6, dtype=np.uint8)
-    recorder = TapeRecorder()
-    protocol = EvalProtocol(batch_size=2, segment_length=4, memory_length=4)
-    given = {"split": "test", "top_k": (1, 2), "protocol": protocol}
-    with using(Kernels()):
-        eager = evaluate(model, tokens, "byte", **given)
-        graphed = evaluate(model, tokens, "byte", **given, recorder=recorder)
-    assert graphed == eager
-    assert recorder.captured == 2, "one for each k"
-    assert recorder.replayed >= 8

@@ -87,7 +87,7 @@ def test_training_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "words.txt").write_text("a few words, " * 400)
     few = {"preset": "tiny", "router": "smoe", "batch_size": 2, "segment_length": 8, "memory_length": 8}
-    worker = Steps("eager", "cpu", {**few, "data": str(tmp_path / "words.txt"), "train_top_k": "3"})
+    worker = Steps("cpu", {**few, "data": str(tmp_path / "words.txt"), "train_top_k": "3"})
     before = worker.state.step
     assert worker.measure()["total"] > 0
     assert worker.state.step > before

@@ -153,19 +153,13 @@ def undecayed(model: nn.Module) -> set[int]:
     return found
 
 
-def step_end(
-    model: nn.Module,
-    reduce: Callable[[Sequence[Tensor]], None] | None = None,
-    unless: Tensor | None = None,
-) -> None:
+def step_end(model: nn.Module, reduce: Callable[[Sequence[Tensor]], None] | None = None) -> None:
     """Once after each optimizer step: norms kept, schedules, running statistics.
 
     Args:
         reduce: with many processes, adds up each tensor over the processes, in place. It is called once, with the sums
             of all routers, in the same order and with the same shapes in every process. None: the routers' own `ranks`,
             which `parallel.parallelize` sets.
-        unless: bool [], on the model's device; where it is true no parameter and no buffer changes. Nobody waits to
-            know.
     """
     routers = [router for _, router in named_routers(model)]
     if reduce is None and routers and routers[0].ranks.count > 1:
@@ -174,7 +168,7 @@ def step_end(
         if reduce is not None:
             reduce([tensor for router in routers for tensor in router.gathered()])
         for router in routers:
-            router.step_end() if unless is None else router.step_end(unless)
+            router.step_end()
 
 
 def track_steps(

@@ -17,7 +17,6 @@ from torch import Tensor
 from pointsman._errors import RunError
 from pointsman_lab.data.vocabulary import IdArray
 
-MOST_ON_DEVICE = 2**32  # bytes of tokens
 IGNORE = -100
 """The target of positions without one: the default `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
@@ -64,34 +63,13 @@ class BatchStream:
         """(input [B, T], target [B, T]) of a step, counted from 0 over all epochs."""
         if step < 0:
             raise ValueError(f"step is {step}; steps count from 0")
-        start = self.start(step)
+        start = step % self.steps_per_epoch * self.segment_length
         width = self.segment_length + 1
         rows = np.empty((self.batch_size, width), dtype=np.int64)
         for row in range(self.batch_size):
             begin = row * self._column + start
             rows[row] = self._tokens[begin : begin + width]
         both = _send(rows, self._device)
-        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
-
-    def start(self, step: int) -> int:
-        """Where the segment of a step begins in each column."""
-        return step % self.steps_per_epoch * self.segment_length
-
-    def reside(self) -> bool:
-        """Puts the tokens on the device, for `at`; False where they would take too much memory."""
-        few = self._tokens.dtype == np.uint8
-        if len(self._tokens) * (1 if few else 4) > MOST_ON_DEVICE:
-            return False
-        own = np.array(self._tokens if few else self._tokens.astype(np.int32))
-        self._resident = torch.from_numpy(own).to(self._device)
-        rows = torch.arange(self.batch_size, device=self._device) * self._column
-        self._index = rows[:, None] + torch.arange(self.segment_length + 1, device=self._device)
-        return True
-
-    def at(self, start: Tensor) -> tuple[Tensor, Tensor]:
-        """`batch` of the segments that begin at `start` [], int64, all on the device: nothing waits."""
-        index = self._index + start
-        both = self._resident.index_select(0, index.view(-1)).view(index.shape).to(torch.int64)
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
     def is_epoch_start(self, step: int) -> bool:

@@ -56,7 +56,6 @@ class RunConfig:
         choose: of fine-tuning: which weights are evaluated, those of the "last" step, or "best-valid", those with the
             best figure on the held-out rows (of XTREME's tasks English ones), at the k of training.
         precision: "float32", "bfloat16" (autocast), or "auto": bfloat16 on CUDA, float32 on a CPU.
-        cuda_graph: on a CUDA device, replay forward and backward as a graph (`training.graph`).
         gpu_kernels: on a CUDA device, "torch" (its operators) or "triton" (our kernels, `docs/gpu.md`).
         deterministic: plain kernels and PyTorch's deterministic algorithms.
         validate_every, checkpoint_every: in steps; 0 = only at the end.
@@ -100,7 +99,6 @@ class RunConfig:
     label_smoothing: float = 0.0
     choose: Literal["last", "best-valid"] = "last"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    cuda_graph: bool = False
     gpu_kernels: Literal["torch", "triton"] = "torch"
     deterministic: bool = False
     validate_every: int = 0

@@ -75,7 +75,6 @@ class TrainingLoop:
         self.saver = Saver(self.ranks) if self.ranks.count > 1 else None
         self.saved = state.step if state.step else -1
         self.times = Times()
-        self.figures: dict[str, Any] = {}  # that the display shows: those of the last step that was read
 
     def _open_files(self) -> None:
         config, folder, step = self.config, self.directory.path, self.state.step
@@ -109,7 +108,7 @@ class TrainingLoop:
             with self.times:
                 due = (state.step + 1) % config.log_every == 0 or state.step + 1 == config.steps
                 with self._diverging():
-                    row = state.train_step(self.monitor, self.stop, read=due)
+                    row = state.train_step(self.monitor, self.stop)
                 self._tell(row, due)
             if self._due(config.checkpoint_every) or self._stopping():
                 self.save()
@@ -119,17 +118,14 @@ class TrainingLoop:
 
     def _tell(self, row: dict[str, Any], due: bool) -> None:
         """A step's line on the display and, if it is due, in the metrics; and what the monitor saw."""
-        if "loss" in row:
-            self.times.step(row.pop("step_seconds"), row.pop("work_seconds"))
-            self.figures = {**row, "tokens_per_second": self.state.tokens_per_step / self.times.steps[-1]}
-        self.progress.advance(row["step"], self.figures)
+        self.times.step(row.pop("step_seconds"), row.pop("work_seconds"))
+        figures = {**row, "tokens_per_second": self.state.tokens_per_step / self.times.steps[-1]}
+        self.progress.advance(row["step"], figures)
         if due:
             seconds, overhead = self.times.take()
             speed = self.state.tokens_per_step / seconds
             self._write([{**row, "tokens_per_second": speed, "step_seconds": seconds, "overhead": overhead}])
         if self.monitor and (rows := self.monitor.rows()):
-            with self._diverging():
-                self.state.check()
             self._write(rows)
 
     @contextmanager
@@ -158,8 +154,6 @@ class TrainingLoop:
         split = task.validation_split(config)
         if split is None:
             return
-        with self._diverging():
-            self.state.check()
         with self._saving_if_stopped():
             results = self._evaluated(split, top_k, final=False)
         self._write(
@@ -213,8 +207,6 @@ class TrainingLoop:
         self.ranks.by_first(self.directory.check_kept)
         if self.state.step in (0, self.saved):
             return
-        with self._diverging():
-            self.state.check()
         description: dict[str, Any] = {
             "config": self.config.to_dict(),
             "data": self.state.task.fingerprint,

@@ -84,22 +84,10 @@ def build_adam(
     )
 
 
-def rates_on_device(optimizer: torch.optim.Adam, device: torch.device) -> None:
-    """Makes the learning rates tensors, which a captured step reads where they lie."""
-    on_cuda = device.type == "cuda"
-    for group in optimizer.param_groups:  # on CUDA Adam takes float32; on a CPU float64 has the bits of a number
-        dtype = torch.float32 if on_cuda else torch.float64
-        group["lr"], group["capturable"] = torch.tensor(group["lr"], dtype=dtype, device=device), on_cuda
-
-
 def set_learning_rate(optimizer: torch.optim.Adam, rate: float) -> None:
     """Sets each group's rate: this one times the group's factor."""
     for group in optimizer.param_groups:
-        own = rate * group["lr_scale"]
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(own)
-        else:
-            group["lr"] = own
+        group["lr"] = rate * group["lr_scale"]
 
 
 def optimizer_tensors(optimizer: torch.optim.Adam, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

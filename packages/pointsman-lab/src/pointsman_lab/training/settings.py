@@ -18,15 +18,15 @@ DERIVED = {
 NO_EFFECT_ON_TRAINING = {
     "eval_batch_size", "eval_segment_length", "eval_memory_length", "eval_tokens", "eval_top_k", "eval_split",
     "valid_tokens", "validate_every", "checkpoint_every", "keep_checkpoints", "log_every", "observe_every",
-    "cuda_graph", "imports", "tensorboard", "track", "preset",
+    "imports", "tensorboard", "track", "preset",
 }  # fmt: skip
 """Settings that may change when a run is continued: none of them touches a weight. Also those of tasks that say so."""
 
 EARLIER = {
     "augment", "tokenizer", "start_from", "pieces", "language_exponent", "mask_rate", "mask_token_share",
-    "random_share", "beam", "n_best",
+    "random_share", "beam", "n_best", "cuda_graph",
 }  # fmt: skip
-"""Settings of tasks that the first version wrote into every config.json."""
+"""Settings that earlier versions wrote into every config.json."""
 
 GONE: Mapping[str, Any] = {
     "adaptive_cutoffs": [], "rope_scaling": "none", "rope_factor": 1.0, "rope_length": 8192, "rope_slow": 1.0,

@@ -74,7 +74,7 @@ class Task(ABC):
         name: of the data, for names of files.
         fingerprint: of the data; a checkpoint of other data is refused.
         files: name -> JSON of further files of the run directory.
-        fixed_shapes: whether all batches, and all full memories, have the same shapes.
+        fixed_shapes: whether every row of every batch has equally many targets.
         notes: what the user should know of the model that `build_model` made.
         may_choose: whether the best validation, larger = better, may choose the evaluated weights (`best.Best`).
     """
@@ -230,12 +230,10 @@ def check_on_ranks(
 
 
 def check_ranks(config: RunConfig, ranks: Ranks) -> None:
-    """Raises RunError for ranks that do not divide a micro-batch, or settings that one process only can have."""
+    """Raises RunError for ranks that do not divide a micro-batch."""
     parts = config.accumulation
     each = config.batch_size // parts
     if each % ranks.count:
         allowed = ", ".join(str(count) for count in range(1, each + 1) if each % count == 0)
         of = f"batch_size={config.batch_size}" + (f" in accumulation={parts} parts" if parts > 1 else "")
         raise RunError(f"{ranks.count} ranks cannot share {of} evenly; {allowed} can")
-    if config.cuda_graph:
-        raise RunError(f"cuda_graph=true: a graph holds one process; there are {ranks.count} ranks")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,10 +16,8 @@ from pointsman_lab.data.catalog import Level
 from pointsman_lab.data.streams import IGNORE, EvalStream
 from pointsman_lab.data.vocabulary import IdArray
 from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, Pass, divides_rows, evaluated
-from pointsman_lab.models.capture import Recorder
 from pointsman_lab.models.memory import Memory
 from pointsman_lab.models.transformer_xl import TransformerXL
-from pointsman_lab.tasks.language_modelling.graph import GraphedForward
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,6 @@ def evaluate(
     top_k: Sequence[int],
     protocol: EvalProtocol,
     how: EvaluationContext = PLAIN,
-    recorder: Recorder | None = None,
 ) -> list[dict[str, Any]]:
     """Evaluates a model at every k of `top_k`, one pass over the text each.
 
@@ -81,7 +78,6 @@ def evaluate(
         level: what a token is; decides between bits per character and perplexity.
         split, top_k, how: as of `passes.evaluated`, also for errors. The ranks share the rows. Where a row's figures
             depend on what is read beside it, or on draws, every rank reads all rows.
-        recorder: captures the forward at each k as a graph; None: forwards run eagerly.
 
     Returns:
         For each k: {"split", "top_k", "nats", "metric", "value", "tokens",
@@ -100,7 +96,7 @@ def evaluate(
     ranks = how.ranks if divides_rows(model) else ALONE
 
     def one_pass(one: Pass) -> dict[str, Any]:
-        total, count = _sums(stream, protocol, one, recorder)
+        total, count = _sums(stream, protocol, one)
         mean = total / count if count else math.nan
         metric, value = quality(level, mean)
         return {"nats": mean if count else None, "metric": metric, "value": value, "tokens": count}
@@ -108,7 +104,7 @@ def evaluate(
     return evaluated(model, top_k, one_pass, split=split, batches=len(stream), how=how, seed=protocol.seed, ranks=ranks)
 
 
-def _sums(stream: EvalStream, protocol: EvalProtocol, one: Pass, recorder: Recorder | None) -> tuple[float, int]:
+def _sums(stream: EvalStream, protocol: EvalProtocol, one: Pass) -> tuple[float, int]:
     """The nats of all targets together, and how many they are."""
     model, ranks = one.model, one.ranks
     device = next(model.parameters()).device  # nothing waits for it before the last segment
@@ -116,29 +112,14 @@ def _sums(stream: EvalStream, protocol: EvalProtocol, one: Pass, recorder: Recor
     count = torch.zeros((), dtype=torch.int64, device=device)
     whole = stream.rows % ranks.count == 0  # otherwise some ranks have rows of padding
     memory: Memory | None = None
-    mask: Tensor | None = None
-
-    def plain(inputs: Tensor, targets: Tensor, memory: Memory | None) -> tuple[Tensor, Memory | None]:
-        output = model(inputs, targets, memory, memory_length=protocol.memory_length, reduction="none")
-        assert output.loss is not None
-        return output.loss, output.memory
-
-    def watch() -> AbstractContextManager[Any]:
-        return one.watch(mask)
-
-    def watched(*given: Any) -> tuple[Tensor, Memory | None]:
-        with watch():
-            return plain(*given)
-
-    lengths = protocol.segment_length, protocol.memory_length
-    forward = watched if recorder is None else GraphedForward(model, plain, watch, *lengths, recorder)
     for index, (inputs, targets) in enumerate(one.read(stream)):
         inputs, targets = (_own_rows(tensor, fill, ranks) for tensor, fill in ((inputs, 0), (targets, IGNORE)))
         real = targets >= 0
         mask = None if whole and stream.is_whole(index) else real.reshape(-1)
-        with one.how.precision or nullcontext():
-            each, memory = forward(inputs, targets, memory)
-        total += each.double().sum()
+        with one.how.precision or nullcontext(), one.watch(mask):
+            output = model(inputs, targets, memory, memory_length=protocol.memory_length, reduction="none")
+        memory = output.memory
+        total += output.loss.double().sum()
         count += real.sum()
     total, count = ranks.total(total.cpu(), count.cpu())
     return float(total), int(count)

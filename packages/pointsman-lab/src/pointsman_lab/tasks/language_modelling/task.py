@@ -20,7 +20,6 @@ from pointsman_lab.data.streams import BatchStream, EvalStream
 from pointsman_lab.data.subwords import has_tokenizer
 from pointsman_lab.data.vocabulary import Vocabulary
 from pointsman_lab.evaluation.passes import EvaluationContext
-from pointsman_lab.models.capture import CudaRecorder
 from pointsman_lab.models.config import build_model
 from pointsman_lab.tasks.language_modelling.evaluation import EvalProtocol, evaluate
 from pointsman_lab.training.config import RunConfig
@@ -114,13 +113,7 @@ class LanguageModelling(Task):
             top_k=top_k,
             protocol=eval_protocol(config, config.eval_tokens if context.final else config.valid_tokens),
             how=context,
-            recorder=self._recorder(model, config),
         )
-
-    def _recorder(self, model: Any, config: RunConfig) -> CudaRecorder | None:
-        """What captures evaluations, where steps are graphs too."""
-        device = next(model.parameters()).device
-        return CudaRecorder(device) if config.cuda_graph and device.type == "cuda" else None
 
     def protocol(self, config: RunConfig) -> dict[str, Any]:
         return {

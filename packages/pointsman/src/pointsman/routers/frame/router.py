@@ -36,7 +36,7 @@ class Router(nn.Module):
         ranks: who shares the batch; set by `parallel.parallelize`.
         losses: the router's own losses by name, besides balance and z-loss.
         causal, batch_invariant, stochastic: the contract in evaluation; training_causal, …: in training.
-        ragged, needs, objective, changes_with_step: the rest of the contract.
+        ragged, needs, objective: the rest of the contract.
         replayed: experts [N, width] that `replay_routing` has set in place of the selector's choice; None: none.
         needs_moe: whether only `MoE` can apply its routings, and not experts that take weights of outputs.
     """
@@ -76,7 +76,6 @@ class Router(nn.Module):
         self.needs_moe = own or select.needs_moe or stages.score.may_need_responses
         self.needs: frozenset[str] = frozenset().union(*(part.needs for part in parts))
         self.needs_step_end = any(part.needs_step_end for part in parts)
-        self.changes_with_step = any(part.changes_with_step for part in parts)
         self.replayed: Tensor | None = None
         self._frozen = False
         self._moved_since_step_end: int | None = None
@@ -224,23 +223,11 @@ class Router(nn.Module):
         """The sums that the next `step_end` reads: many processes add them up in place before it."""
         return [value for module in self.modules() if isinstance(module, Stage) for value in module.sums.values()]
 
-    def step_end(self, unless: Tensor | None = None) -> None:
-        """Once after each optimizer step: norms kept, running statistics taken over.
-
-        Args:
-            unless: bool []; where it is true, parameters and buffers stay as they are. Nobody waits to know.
-        """
+    def step_end(self) -> None:
+        """Once after each optimizer step: norms kept, running statistics taken over."""
         if not self.frozen:
             for _, stage in self._stages():
-                if type(stage).step_end is Stage.step_end:
-                    continue
-                own = [*(one for one in stage.parameters() if one.requires_grad), *stage.buffers()]
-                before = [] if unless is None else [tensor.clone() for tensor in own]
-                stage.step_end()  # it may freeze some of them
-                if unless is not None:
-                    for tensor, value in zip(own, before, strict=True):
-                        tensor.copy_(torch.where(unless, value, tensor))
-                    stage.restored()
+                stage.step_end()
             self._moved_since_step_end = self._parameter_version()
         for module in self.modules():
             if isinstance(module, Stage):

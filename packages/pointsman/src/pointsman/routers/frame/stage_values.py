@@ -34,7 +34,6 @@ class Stage(nn.Module):
         training_causal, training_batch_invariant, training_stochastic: the same in training; None: as in evaluation.
         needs: fields of `RoutingContext` that must be there.
         needs_step_end: whether training without `step_end` is a mistake.
-        changes_with_step: whether Python does something else from some step on, so that no graph holds all steps.
         ranks: who shares the batch; set by `parallel.parallelize`.
         one_process: why several processes cannot train it; "" = they can.
         sums: name -> sum of a statistic over the micro-batches since the last `step_end`.
@@ -48,7 +47,6 @@ class Stage(nn.Module):
     training_stochastic: bool | None = None
     needs: frozenset[str] = frozenset()
     needs_step_end: bool = False
-    changes_with_step: bool = False
     ranks: Ranks = ALONE
     one_process: str = ""
 
@@ -63,9 +61,6 @@ class Stage(nn.Module):
 
     def step_end(self) -> None:
         """Called once after each optimizer step; `sums` then holds the step's, and is emptied afterwards."""
-
-    def restored(self) -> None:
-        """Called where `step_end` may have been undone: what follows from the buffers is to follow again."""
 
     def extra_repr(self) -> str:
         """The plain values that it was made with."""

@@ -34,7 +34,6 @@ class Competing(Scorer):
     one_process = "in a competition each token runs all experts where it is"
     may_need_responses = True
     needs_step_end = True
-    changes_with_step = True
     accepts_half = True
     steps: Tensor
     seed: Tensor

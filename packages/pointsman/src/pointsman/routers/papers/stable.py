@@ -35,7 +35,6 @@ class TwoStageScorer(ByTokenIds):
 
     name = "stable"
     needs_step_end = True
-    changes_with_step = True
     no_decay = ("token",)
     steps: Tensor
 
@@ -113,9 +112,6 @@ class TwoStageScorer(ByTokenIds):
 
     def step_end(self) -> None:
         self.steps += 1
-        self._freeze_light()
-
-    def restored(self) -> None:
         self._freeze_light()
 
     def _freeze_light(self) -> None:
