@@ -12,17 +12,20 @@ from types import FrameType
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
-from rich.control import Control
-from rich.progress import Progress, ProgressColumn, Task, TaskID
-from rich.segment import ControlType
-from rich.text import Text
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from pointsman._values import printable
 
 LINE_EVERY = 10.0  # seconds between lines where there is no terminal
-BAR, SHORTEST_BAR = 24, 10  # columns
-NARROWER = ((1000, "elapsed bits top_k"), (24, "tokens_per_second"), (12, "loss left"))
-"""Where a line is too wide: columns to which the title is cut, then what goes."""
 
 
 class Line:
@@ -38,19 +41,23 @@ class Line:
     def phase(self, name: str, total: int, done: int = 0) -> None:
         if self._task is not None:
             self._bar.remove_task(self._task)
-        self._task = self._bar.add_task(name, total=total, completed=done, title=self.title, figures={})
+        most = self.console.width // 4
+        title = self.title if cell_len(self.title) <= most else set_cell_size(self.title, most - 1) + "…"
+        self._task = self._bar.add_task(name, total=total, completed=done, title=title, figures="")
         self._phase, self._total, self._first = name, total, done
         self._started = self._printed = time.monotonic()
 
     def advance(self, done: int, figures: Mapping[str, float]) -> None:
         if self._task is None:
             return
-        self._bar.update(self._task, completed=done, figures=figures)
+        told = describe(figures)
+        shown = list(told.values()) if self.console.width >= 140 else [told["loss"]] if "loss" in told else []
+        self._bar.update(self._task, completed=done, figures=" ".join(shown))
         now = time.monotonic()
         if not self._live and (now - self._printed > LINE_EVERY):
             self._printed = now
             left = (now - self._started) / max(done - self._first, 1) * (self._total - done)
-            text = "  ".join(describe(figures).values())
+            text = "  ".join(told.values())
             words = [self.title, f"{self._phase} {done}/{self._total}", text, f"about {left:.0f} s left"]
             print("  ".join(word for word in words if word), file=sys.stderr, flush=True)
 
@@ -70,7 +77,8 @@ class Display(Line):
 
     def __init__(self) -> None:
         console = Console(stderr=True)
-        super().__init__(_Lines(console), console)
+        columns = _columns(console.width)
+        super().__init__(Progress(*columns, console=console, transient=True, disable=not console.is_terminal), console)
 
     def __enter__(self) -> Display:
         self._bar.start()
@@ -92,73 +100,18 @@ def describe(figures: Mapping[str, float]) -> dict[str, str]:
     return {name: form.format(figures[name]) for name, form in forms.items() if name in figures}
 
 
-class _Lines(Progress):
-    """One line a task, never wider than the terminal.
-
-    Terminals that became narrower have wrapped the lines drawn before: these rows are erased, too.
-    """
-
-    def __init__(self, console: Console) -> None:
-        row = _Row(console)
-        super().__init__(row, console=console, transient=True, disable=not console.is_terminal)
-        self._row, self._width = row, console.width
-
-    def refresh(self) -> None:
-        width = self.console.width
-        if width < self._width and self.live.is_started:
-            more = sum(-(-wide // width) - 1 for wide in self._row.drawn.values() if wide)
-            self.console.control(Control(*[(ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)] * more))
-        self._width = width
-        super().refresh()
-
-
-class _Row(ProgressColumn):
-    """Title, phase, bar, count, figures, elapsed and remaining time: what does not fit is left out.
-
-    Attributes:
-        drawn: task -> columns of its line as last drawn.
-    """
-
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self.console = console
-        self.drawn: dict[TaskID, int] = {}
-
-    def render(self, task: Task) -> Text:
-        width = self.console.width - 1  # a full line would wrap in some terminals
-        seconds = {"elapsed": task.elapsed, "left": task.time_remaining}
-        times = {
-            name: _clock(value) + " left" * (name == "left") for name, value in seconds.items() if value is not None
-        }
-        words = {**describe(task.fields["figures"]), **times}
-        title, phase, count = task.fields["title"], task.description, f"{task.completed:.0f}/{task.total:.0f}"
-
-        def free(bar: int) -> int:
-            parts = [title, phase, " " * bar, count, *words.values()]
-            return width - sum(cell_len(part) + 1 for part in parts if part) + 1
-
-        bar = max(SHORTEST_BAR, min(BAR, BAR + free(BAR)))
-        for least, names in NARROWER:
-            if (missing := -free(bar)) > 0 and cell_len(title) > least:
-                title = set_cell_size(title, max(least, cell_len(title) - missing) - 1) + "…"
-            for name in names.split():
-                if free(bar) < 0:
-                    words.pop(name, None)
-        full = 0 if not task.total else int(bar * min(task.completed / task.total, 1))
-        plain = self.console.options.ascii_only or self.console.legacy_windows
-        line = Text(no_wrap=True, overflow="crop")
-        line.append(f"{title} " if title else "")
-        line.append(f"{phase} ", "bold")
-        line.append(("#" if plain else "━") * full, "bar.complete")
-        line.append((" " if plain else "━") * (bar - full), "bar.back")
-        line.append(" ".join(["", count, *words.values()]))
-        line.truncate(width)
-        self.drawn[task.id] = line.cell_len
-        return line
-
-
-def _clock(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+def _columns(width: int) -> Iterator[ProgressColumn]:
+    """What a line of a terminal so wide shows: title, phase, bar, count, figures, elapsed and remaining time."""
+    yield TextColumn("{task.fields[title]}", markup=False)
+    yield TextColumn("{task.description}", style="bold", markup=False)
+    yield BarColumn(24 if width >= 100 else 10)
+    yield MofNCompleteColumn()
+    if width >= 70:
+        yield TextColumn("{task.fields[figures]}", markup=False)
+    if width >= 100:
+        yield TimeElapsedColumn()
+    if width >= 50:
+        yield TimeRemainingColumn()
 
 
 @contextmanager
