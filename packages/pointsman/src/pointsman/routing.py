@@ -110,8 +110,6 @@ class Combine:
     """
 
     flat: Pairs | None = None
-    by_token: ClassVar[bool] = True
-    """Whether a token's output depends on that token's weights alone."""
     virtual: ClassVar[int] = 0
     """V, how many of the last columns of probs and logits are experts without weights in the layer's experts."""
     one_graph: ClassVar[bool] = True

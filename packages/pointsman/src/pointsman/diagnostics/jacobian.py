@@ -9,15 +9,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from pointsman.diagnostics.base import Diagnostic, Moments, chosen, map_routing, number, ratio
+from pointsman.diagnostics.base import Diagnostic, Moments, chosen, number, ratio
 from pointsman.diagnostics.observe import evaluating
 from pointsman.layer import MoE
 from pointsman.routers.frame.router import Router
 from pointsman.routing import Routing, RoutingContext
 
 TERMS = ("j1", "j2", "both")
-MATRICES = ("j1_norm", "j2_norm", "j1_rank", "j2_rank")
-MAX_DIM = 1024  # the matrices J1 and J2 of a token are built up to this width
 
 
 class JacobianTerms(Diagnostic):
@@ -30,29 +28,26 @@ class JacobianTerms(Diagnostic):
     J1 with constant weights, J2 through the weights alone. Weights are also those on the experts' inputs
     (`weigh=input`), of virtual experts, of means (`default`) and of slots (`soft`). Shared experts and auxiliary losses
     do not contribute. J2 = 0 at k = 1 with renormalised weights and for routers without a gradient. With a mixer, J2^T
-    g of a token includes the gradients of other tokens through mixing; the matrix J2 is that of the token itself.
+    g of a token includes the gradients of other tokens through mixing.
 
     `gradient` for J1^T g, J2^T g and their sum: `norm_mean` over tokens; `rank` of the [tokens, dim] matrix (singular
     values s above dim eps max(s), eps that of the hidden states' dtype, and above sqrt(dim eps_64) max(s));
     `effective_rank` = exp(H(s^2 / sum s^2)); `in_span`: the share of the sum of squares that lies in the router's span.
     That is the span of the rows W_i (X-MoE's cosine: of the projection's); `span_rank` is its dimension, `span_share` =
     span_rank / dim is the value of a random direction. For a linear router J2's `in_span` is 1 by Eq. 3; also for
-    HyperRouter, whose W = H(e) is constant in h, but training e changes the span.
-    `matrices`: the mean Frobenius norms and ranks of J1 and J2 over sampled tokens (rank J2 <= k - 1 for softmax
-    weights over the k chosen); None for `soft`, where slots mix the tokens. Ranks need at least float32; else None.
+    HyperRouter, whose W = H(e) is constant in h, but training e changes the span. Ranks need at least float32; else
+    None.
 
     Args:
         layer: the MoE layer.
-        samples: the number of tokens whose matrices are built in each update.
     """
 
-    def __init__(self, layer: MoE, samples: int = 4) -> None:
+    def __init__(self, layer: MoE) -> None:
         self.layer: MoE | None = layer
-        self.samples = samples
         self.eps = 0.0
         span = router_span(layer.router)
         self._basis = None if span is None else _row_basis(span)
-        self.moments = {name: Moments() for name in (*TERMS, *MATRICES)}
+        self.moments = {name: Moments() for name in TERMS}
         self.second: Tensor | None = None  # [3, dim, dim]: sums of outer products of the gradients
 
     def __getstate__(self) -> dict[str, Any]:
@@ -96,41 +91,7 @@ class JacobianTerms(Diagnostic):
             for term, values in zip(TERMS, terms, strict=True):
                 self.moments[term].add(values.norm(dim=-1), real)
             self._add(second=terms.mT @ terms)
-            if flat.shape[1] <= MAX_DIM and routing.combine.by_token:
-                self._sample(flat, into_router, routing, torch.nonzero(real)[:, 0])
         self.eps = max(self.eps, torch.finfo(hidden.dtype).eps)
-
-    def _sample(self, flat: Tensor, into_router: Tensor, routing: Routing, real: Tensor) -> None:
-        count = min(self.samples, len(real))
-        for token in real[torch.linspace(0, len(real) - 1, count, device=real.device).round().long()].tolist():
-            matrices = self._matrices(token, flat, into_router, routing)
-            for name, matrix in zip(("j1", "j2"), matrices, strict=True):
-                singular = torch.linalg.svdvals(matrix)
-                limit = matrix.shape[0] * torch.finfo(flat.dtype).eps * singular[:1]
-                self.moments[f"{name}_norm"].add(matrix.norm()[None])
-                self.moments[f"{name}_rank"].add((singular > limit).sum()[None])
-
-    def _matrices(self, token: int, flat: Tensor, into_router: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-        """J1 and J2 [dim, dim] of one token, float64."""
-        assert self.layer is not None
-        dim = flat.shape[1]
-        copies = flat[token].expand(dim, dim).clone().requires_grad_()
-        sources = _weights(routing)
-        weights = {name: one.detach()[token].repeat(dim, 1).requires_grad_() for name, one in sources.items()}
-        repeated = map_routing(routing.detach(), lambda tensor: tensor[token].expand(dim, -1))
-        output = self._output(copies, _weighted(repeated, weights))
-        each = torch.eye(dim, dtype=output.dtype, device=output.device)  # a row of J1 from each copy
-        j1, *of_weights = torch.autograd.grad(
-            output, (copies, *weights.values()), each, allow_unused=True, materialize_grads=True
-        )
-        j2 = torch.zeros(dim, dim, dtype=torch.float64, device=flat.device)
-        for source, slopes in zip(sources.values(), of_weights, strict=True):
-            for place in range(source.shape[-1]):
-                pick = torch.zeros_like(source)
-                pick[token, place] = 1.0
-                slope = _vjp((source,), into_router, (pick,)).flatten(0, 1)[token]
-                j2 += torch.outer(slopes[:, place].double(), slope.double())
-        return j1.double(), j2
 
     def _output(self, hidden: Tensor, routing: Routing) -> Tensor:
         """The layer's output [tokens, dim] without shared experts."""
@@ -145,14 +106,12 @@ class JacobianTerms(Diagnostic):
             gradient[term] = {"norm_mean": self.moments[term].mean, **self._spectrum(second)}
         span = None if self._basis is None else self._basis.shape[0]
         width = None if self.second is None else self.second.shape[-1]
-        sampled = {name: self.moments[name].mean for name in MATRICES}
         return {
             "tokens": self.moments["j1"].count,
             "gradient": gradient,
             "norm_ratio": ratio(gradient["j2"]["norm_mean"], gradient["j1"]["norm_mean"]),
             "span_rank": span,
             "span_share": ratio(span, width),
-            "matrices": {"tokens": self.moments["j1_norm"].count, **sampled},
         }
 
     def _spectrum(self, second: Tensor | None) -> dict[str, Any]:

@@ -117,7 +117,6 @@ class Slots(Combine):
 
     dispatch: Tensor = field(kw_only=True)
     combine: Tensor = field(kw_only=True)
-    by_token: ClassVar[bool] = False
 
     def __call__(self, layer: Any, hidden: Tensor, routing: Routing) -> tuple[Tensor, Mapping[str, Tensor]]:
         batch, length, num_experts, each = self.dispatch.shape
