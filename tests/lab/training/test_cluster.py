@@ -32,7 +32,11 @@ class Processes:
 
     address = "127.0.0.1"
 
+    def __init__(self, lost: int = 0) -> None:
+        self.lost = lost  # tasks whose node dies before they have connected
+
     def start(self, title: str, call: Callable[[], None]) -> Any:
+        self.lost, call = self.lost - 1, call if self.lost < 1 else partial(os._exit, 1)
         process = multiprocessing.get_context("spawn").Process(target=call, daemon=True)
         process.start()
         return process
@@ -80,12 +84,12 @@ def works(folder: Path) -> Work:
     return work
 
 
-def run(jobs: list[str], folder: Path, **more: Any) -> list[tuple[int, str]]:
+def run(jobs: list[str], folder: Path, lost: int = 0, **more: Any) -> list[tuple[int, str]]:
     began: list[tuple[int, str]] = []
     setup = partial(works, folder)
     titles = [f"run {job!r}" for job in jobs]
     do_all(
-        jobs, titles, setup, setup, 1, ended=lambda _: None, hosts=Nodes(Processes(), folder),
+        jobs, titles, setup, setup, 1, ended=lambda _: None, hosts=Nodes(Processes(lost), folder),
         began=lambda *one: began.append(one), **more,
     )  # fmt: skip
     return began
@@ -104,6 +108,15 @@ def test_a_task_that_is_lost_goes_on_elsewhere_and_a_fault_is_one_line(tmp_path:
     assert "Traceback" in (tmp_path / "error.txt").read_text()
     with pytest.raises(RunError, match=r"^run 'dies', on .*: lost on (.*, ){3}.*the same command goes on$"):
         run(["dies"], tmp_path, progress=Quiet())
+
+
+@pytest.mark.slow
+def test_a_node_that_is_lost_before_its_task_has_connected(tmp_path: Path) -> None:
+    notes = Notes()
+    assert run(["first"], tmp_path, lost=2, progress=notes) == [(0, socket.gethostname())]
+    assert [note for note in notes.told if "its node was lost" in note] == notes.told[:2]
+    with pytest.raises(RunError, match=r"^run 'first': exit code 1; what is saved is kept"):
+        run(["first"], tmp_path, lost=4, progress=Notes())
 
 
 @pytest.mark.slow

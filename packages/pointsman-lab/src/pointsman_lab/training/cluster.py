@@ -18,7 +18,7 @@ from importlib import import_module
 from multiprocessing import AuthenticationError, connection
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from pointsman._errors import RunError, Stopped
 from pointsman._files import write_whole
@@ -31,34 +31,16 @@ LOOK_EVERY = 1.0  # seconds between two looks at tasks that have not connected
 GOES_ON = "what is saved is kept: the same command goes on"
 
 
-class Scheduler(Protocol):
-    """What runs a call somewhere.
-
-    Attributes:
-        address: of this machine, as the nodes see it.
-    """
-
-    address: str
-
-    def start(self, title: str, call: Callable[[], None]) -> Any:
-        """A task which makes the call as soon as there is room for it."""
-
-    def fault(self, task: Any) -> str | None:
-        """Why a task has ended, in one line; None while it waits or runs."""
-
-    def cancel(self, task: Any) -> None:
-        """Ends a task, which may have ended."""
-
-
 class Nodes:
     """A cluster as `jobs.Hosts`: a worker for each job, as many at a time as the cluster has room for.
 
     Args:
-        scheduler: of the cluster.
+        scheduler: of the cluster: `start` makes a task of a call, `fault` says why one has ended (None: it has not),
+            `cancel` ends one; `address` is this machine's, as the nodes see it.
         out: in the folder that all nodes share; takes the traceback of a task that failed.
     """
 
-    def __init__(self, scheduler: Scheduler, out: Path) -> None:
+    def __init__(self, scheduler: Ray | Slurm, out: Path) -> None:
         self.scheduler, self.out = scheduler, out
 
     def begin(self, setup: Callable[[], Work], titles: Sequence[str], progress: Progress) -> Sequence[Worker]:
@@ -108,7 +90,7 @@ class _Task(Worker):
         self.number, self.places = number, list[str]()
         self._nodes, self._title, self._call = nodes, title, partial(call, number)
         self._stopping, self._left, self._gone, self._fault = False, True, False, ""
-        self._task = nodes.scheduler.start(title, self._call)
+        self._tries, self._task = 1, nodes.scheduler.start(title, self._call)
 
     def connected(self, pipe: Any, node: str) -> None:
         """Its worker has connected from this node, perhaps in place of one that was lost without a word."""
@@ -147,12 +129,13 @@ class _Task(Worker):
         if self._stopping or not self._left:
             self.done = True
             return "finished", ()
-        if not connected or len(self.places) == ATTEMPTS:
+        if self._tries == ATTEMPTS:
             self.done = True
             what = f"lost on {', '.join(self.places)}" if connected else self._fault
             return "failed", (RunError(f"{what}; {GOES_ON}"),)
-        self._task = self._nodes.scheduler.start(self._title, self._call)
-        return "note", (f"{self._title}: {self.node} was lost; it goes on on another node",)
+        self._tries, self._task = self._tries + 1, self._nodes.scheduler.start(self._title, self._call)
+        where = self.node if connected else "its node"  # lost before it could say so
+        return "note", (f"{self._title}: {where} was lost; it goes on on another node",)
 
     def end(self) -> None:
         if not self.done:
