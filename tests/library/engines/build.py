@@ -43,9 +43,10 @@ class LoopOfExperts(nn.Module):
         self.w_out = nn.Parameter(0.1 * torch.randn(EXPERTS, DIM, HIDDEN))
 
     def forward(self, x: Tensor, weights: Tensor, indices: Tensor, counts: Tensor) -> Tensor:
-        up = F.silu(x @ self.w_gate.mT) * (x @ self.w_in.mT) @ self.w_out.mT  # [experts, tokens, dim]
-        share = F.one_hot(indices, EXPERTS).to(x.dtype) * weights[..., None].to(x.dtype)  # [tokens, k, experts]
-        return torch.einsum("etd,tke->td", up, share)
+        x = x[..., None, :, :]  # [B, 1, T, dim]: each expert computes all tokens
+        up = F.silu(x @ self.w_gate.mT) * (x @ self.w_in.mT) @ self.w_out.mT  # [B, experts, T, dim]
+        share = F.one_hot(indices, EXPERTS).to(x.dtype) * weights[..., None].to(x.dtype)  # [B, T, k, experts]
+        return torch.einsum("betd,btke->btd", up, share)
 
 
 def megatron(spec: str | None, k: int = 2, **settings: Any) -> Built:
