@@ -13,7 +13,6 @@ import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from pointsman.experts.combine import PerPair
 from pointsman.experts.modules import EXPERTS
 from pointsman.ops import kernels
 from pointsman.ops.exchange import Exchange, local_part
+from pointsman.parallel.launch import STORE
 from pointsman.parallel.layout import Layout
 from pointsman.parallel.shard import clip_gradient, gradient_norm, parallelize, parameter_groups, whole_tensors
 from pointsman.parallel.start import one_after_another, start
@@ -704,7 +704,8 @@ def main() -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=".*the router gets no gradient")
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .FSDPForeign. returned a view")  # an nn.Linear's
-    ranks = start(rank=int(rank), count=int(count), store=Path(store), timeout=timedelta(seconds=200))
+    os.environ |= {"RANK": rank, "WORLD_SIZE": count, STORE: store}
+    ranks = start(timeout=timedelta(seconds=200))
     for line in sys.stdin:
         function, arguments = json.loads(line)
         try:

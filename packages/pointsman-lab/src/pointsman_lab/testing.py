@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from pointsman._errors import RunError
+from pointsman.parallel.launch import STORE
 from pointsman.parallel.start import start
 from pointsman.ranks import ALONE, Ranks
 from pointsman_lab.evaluation.passes import EvaluationContext
@@ -194,7 +195,8 @@ def check_ranks(example: Example, run: Path, processes: int) -> None:
 def _rank(example: Example, run: Path, rank: int, count: int, store: Path, told: Any) -> None:
     try:
         torch.set_num_threads(1)
-        ranks = start("cpu", rank=rank, count=count, store=store, timeout=timedelta(seconds=100))
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), STORE: str(store)}
+        ranks = start(timeout=timedelta(seconds=100))
         told.send(_evaluated(example, run, ranks))
     except RunError as error:
         told.send(error)

@@ -6,7 +6,6 @@ B sequences, T tokens each, E experts, k chosen ones.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from pointsman.control import step_end as step_end_of
 from pointsman.delivery import Deliver
+from pointsman.ranks import Ranks
 from pointsman.routers.frame.registry import build_router, parse_spec
 from pointsman.routers.frame.router import Router
 from pointsman.routing import Routing
@@ -106,13 +106,7 @@ def dense(routing: Routing) -> tuple[Tensor, Tensor]:
     return zeros.index_add(0, place, weight.reshape(-1)).view(tokens, -1)[:, 1:], chosen
 
 
-def add_up(tensors: Sequence[Tensor]) -> None:
-    """Sums each tensor over the ranks of the default group, in place."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        for tensor in tensors:
-            dist.all_reduce(tensor)
-
-
 def step_end(model: nn.Module) -> None:
     """Once after each optimizer step: `pointsman.step_end`, with what was counted added up over all ranks."""
-    step_end_of(model, add_up)
+    together = dist.is_available() and dist.is_initialized()
+    step_end_of(model, Ranks(count=dist.get_world_size() if together else 1).add_up)

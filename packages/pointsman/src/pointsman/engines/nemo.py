@@ -6,6 +6,7 @@ scale its recipes set). Call `pointsman.engines.common.step_end(model)` after ea
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,10 +42,9 @@ class PointsmanGate(nn.Module):
                 raise ValueError(f"{ENGINE}: {name}={getattr(own, name)} is Gate's: set 0; the spec says it all")
         self.dim, self.n_experts, self.topk, self.spec = own.dim, own.n_experts, own.topk, spec
         self.router_weights_fp32, self.aux_loss_coeff = own.router_weights_fp32, 0.0
+        sizes = {"dim": self.dim, "num_experts": self.n_experts, "top_k": self.topk}
+        self._built = partial(carried, ENGINE, spec, **sizes, dropped=True)
         self.router = self._built().to(own.weight.device)
-
-    def _built(self) -> Any:
-        return carried(ENGINE, self.spec, dim=self.dim, num_experts=self.n_experts, top_k=self.topk, dropped=True)
 
     def forward(self, x: Tensor, token_mask: Tensor, cp_mesh: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """[tokens, dim] -> weights [tokens, k], experts [tokens, k], the sum of the losses.

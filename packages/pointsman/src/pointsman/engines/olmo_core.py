@@ -8,6 +8,7 @@ after each optimizer step. Tensor parallelism divides sequences in OLMo's router
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,11 +39,8 @@ class Router(MoERouter):  # type: ignore[misc]
         if rest.get("uniform_expert_assignment") or rest.get("random_expert_assignment"):
             raise ValueError(f"{ENGINE}: router {spec!r} chooses itself: leave expert assignments of benchmarks off")
         super().__init__(d_model=d_model, num_experts=num_experts, top_k=top_k, init_device=init_device)
-        self.spec = spec
+        self._built = partial(carried, ENGINE, spec, dim=d_model, num_experts=num_experts, top_k=top_k)
         self.router = self._built().to(init_device)
-
-    def _built(self) -> Any:
-        return carried(ENGINE, self.spec, dim=self.d_model, num_experts=self.num_experts, top_k=self.top_k)
 
     @property
     def weight(self) -> Tensor:

@@ -11,6 +11,7 @@ Call `pointsman.engines.common.step_end(model)` after each optimizer step. Tenso
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,14 +51,12 @@ class Router(Module):  # type: ignore[misc]
             raise ValueError(
                 f"{ENGINE}: _debug_force_load_balance is of TokenChoiceTopKRouter; this router chooses itself"
             )
-        self.config, self.num_experts, self.top_k = config, config.num_experts, config.top_k
+        self.num_experts, self.top_k = config.num_experts, config.top_k
+        sizes = {"dim": config.dim, "num_experts": config.num_experts, "top_k": config.top_k}
+        self._built = partial(carried, ENGINE, config.spec, **sizes)
         self.router = self._built()
         self.loss_scale: Tensor
         self.register_buffer("loss_scale", torch.ones(()), persistent=False)
-
-    def _built(self) -> Any:
-        config = self.config
-        return carried(ENGINE, config.spec, dim=config.dim, num_experts=config.num_experts, top_k=config.top_k)
 
     def forward(self, x_BLD: Tensor, expert_bias_E: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T, dim] -> weights [B, T, k], experts [B, T, k], probabilities [B, T, E].

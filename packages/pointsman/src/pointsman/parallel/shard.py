@@ -8,7 +8,7 @@ the sum over the ranks that sent it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -63,10 +63,14 @@ def parallelize(
     layers = check_layers(model, layout)
     if ranks.count == 1:
         return model if device is None else model.to(device)
-    awaited = ranks.gather(any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers())))
+    state = model.state_dict()
+    awaited = ranks.gather(any(tensor.is_meta for tensor in state.values()))
     if awaited[0]:
         raise RunError("parallelize: the model of rank 0 is on meta; it must hold the weights")
-    ranks.agree(_digest(model, values=not any(awaited)), "the initial weights")
+    if any(awaited):
+        ranks.agree({name: tuple(tensor.shape) for name, tensor in state.items()}, "the shapes of weights")
+    else:
+        ranks.agree(_digest(state), "the initial weights")
     _without_scalars(model)
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
@@ -173,22 +177,17 @@ def gradient_norm(parameters: Iterable[nn.Parameter], ranks: Ranks = ALONE) -> T
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if ranks.count == 1:
         return torch.nn.utils.get_total_norm(gradients)
+    from torch.distributed.tensor import Replicate
+
     squares = torch.zeros((), dtype=torch.float64, device=gradients[0].device if gradients else None)
     for gradient in gradients:
         part = local_part(gradient)
         assert part is not None
-        squares += part.double().square().sum() / _copies(gradient, ranks)
+        mesh = getattr(gradient, "device_mesh", None)
+        places = zip(mesh.shape, gradient.placements, strict=True) if mesh else [(ranks.count, Replicate())]  # type: ignore[attr-defined]
+        squares += part.double().square().sum() / math.prod(size for size, place in places if place.is_replicate())
     (total,) = ranks.total(squares)
     return total.sqrt().to(gradients[0].dtype) if gradients else total
-
-
-def _copies(tensor: Tensor, ranks: Ranks) -> int:
-    """How many ranks hold the same part of a tensor."""
-    mesh = getattr(tensor, "device_mesh", None)
-    if mesh is None:
-        return ranks.count
-    placements = tensor.placements  # type: ignore[attr-defined]
-    return math.prod(size for size, place in zip(mesh.shape, placements, strict=True) if place.is_replicate())
 
 
 def clip_gradient(parameters: Iterable[nn.Parameter], norm: Tensor, most: float) -> None:
@@ -253,17 +252,14 @@ def _take(modules: list[nn.Module], taken: Callable[[Tensor], Tensor] | None) ->
                 setattr(part, name, found[parameter])
 
 
-def _digest(model: nn.Module, values: bool) -> str:
-    """Equal for equal weights: sums of all floating-point tensors, and with weights that tell places apart.
-
-    Without `values`, for equal names and shapes.
-    """
+def _digest(state: Mapping[str, Tensor]) -> str:
+    """Equal for equal weights: sums of all floating-point tensors, and with weights that tell places apart."""
     import hashlib
 
     digest = hashlib.blake2b(digest_size=8)
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tuple(tensor.shape)}".encode())
-        if tensor.numel() and values:
+    for name, tensor in sorted(state.items()):
+        digest.update(name.encode())
+        if tensor.numel():
             flat = tensor.detach().double().reshape(-1)
             places = torch.arange(1, len(flat) + 1, dtype=torch.float64, device=flat.device)
             digest.update(repr((float(flat.sum()), float((flat / places).sum()))).encode())

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count as counting
-from pathlib import Path
 from typing import Any, TypeVar
 
 from pointsman._errors import RunError
@@ -25,39 +24,27 @@ _calls = counting()
 """Of `one_after_another`: each has a key of its own."""
 
 
-def start(
-    device: str = "cpu",
-    *,
-    rank: int | None = None,
-    count: int | None = None,
-    store: Path | None = None,
-    timeout: timedelta = TIMEOUT,
-) -> Ranks:
-    """Joins the job that torchrun started, and returns this process's place in it; `ALONE` without one.
+def start(device: str = "cpu", timeout: timedelta = TIMEOUT) -> Ranks:
+    """Joins the job that torchrun or `launch` started, and returns this process's place in it; `ALONE` without one.
 
     Args:
         device: "cpu" (gloo) or "cuda" (NCCL, and gloo for what lies on the CPU).
-        rank, count: instead of RANK and WORLD_SIZE of the environment.
-        store: a file through which the processes find each other, instead of MASTER_ADDR and MASTER_PORT.
         timeout: how long a collective waits.
 
     Raises:
         RunError: RANK or WORLD_SIZE are no numbers that fit together.
     """
-    if count is None and "WORLD_SIZE" not in os.environ:
+    if "WORLD_SIZE" not in os.environ:
         return ALONE
-    count = _number("WORLD_SIZE") if count is None else count
-    rank = _number("RANK") if rank is None else rank
+    count, rank = _number("WORLD_SIZE"), _number("RANK")
     if not 0 <= rank < count:
         raise RunError(f"RANK={rank}: allowed are 0 to {count - 1} (WORLD_SIZE={count})")
     if count == 1:
         return ALONE
-    if store is None and STORE in os.environ:
-        store = Path(os.environ[STORE])
     import torch.distributed as dist
 
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-    where = f"file://{store}" if store is not None else "env://"
+    where = f"file://{os.environ[STORE]}" if STORE in os.environ else "env://"
     dist.init_process_group(backend, init_method=where, rank=rank, world_size=count, timeout=timeout)
     return Ranks(rank, count)
 
