@@ -26,7 +26,7 @@ from pointsman_lab.report.page import write_report
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.checkpoints import CheckpointError
 from pointsman_lab.runs.compact import RECORD, restore, write_record
-from pointsman_lab.runs.metrics import read_metrics
+from pointsman_lab.runs.record import read_metrics
 from pointsman_lab.tasks.images.layouts import open_layout
 from pointsman_lab.training.run import load_run
 from tests.lab.report.fixtures import write_comparison, write_run

@@ -14,9 +14,8 @@ import pointsman_lab.runs
 from pointsman._errors import RunError
 from pointsman_lab.runs.comparison import read_comparison, read_plan, write_plan
 from pointsman_lab.runs.environment import differing_bits, environment
-from pointsman_lab.runs.evaluation import clean_results, evaluation_record, is_current
-from pointsman_lab.runs.metrics import MetricsFile, read_metrics
 from pointsman_lab.runs.paths import finetuned_path, run_path, slug
+from pointsman_lab.runs.record import MetricsFile, clean_results, evaluation_record, is_current, read_metrics
 
 
 def test_the_disk_format_needs_no_torch() -> None:

@@ -27,7 +27,7 @@ from pointsman_lab.finetuning import Finetuning, finetune
 from pointsman_lab.finetuning.run import load_finetuned
 from pointsman_lab.progress import Quiet
 from pointsman_lab.report.summary import summary
-from pointsman_lab.runs.metrics import read_metrics
+from pointsman_lab.runs.record import read_metrics
 from pointsman_lab.tasks.crosslingual.features import answer, features
 from pointsman_lab.tasks.crosslingual.formats import Question
 from pointsman_lab.tasks.crosslingual.splits import load_xtreme

@@ -175,7 +175,7 @@ def _vocabulary(file: Path) -> None:
 
 
 def _metrics(file: Path) -> None:
-    from pointsman_lab.runs.metrics import read_metrics
+    from pointsman_lab.runs.record import read_metrics
 
     lines, rows = sum(1 for _ in read_lines(file)), sum(1 for _ in read_metrics(file))
     if rows < lines:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +28,41 @@ from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.models.cross_entropy import linear_cross_entropy
 from pointsman_lab.models.initial import initialize, seeded
 from pointsman_lab.models.memory import Memory, mask_of_keys
-from pointsman_lab.models.rotary import Rotation, angles
 from pointsman_lab.models.stack import LanguageModel, Sublayer
+
+
+def frequencies(head_dim: int, theta: float) -> Tensor:
+    """theta^(-2 i / D): [D / 2] float32, in radians a position."""
+    even = torch.arange(0, head_dim, 2, dtype=torch.float32)
+    return 1.0 / theta ** (even / head_dim)
+
+
+def angles(head_dim: int, theta: float, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * frequency, each [positions, D], in the dtype of `like`.
+
+    sin is negative for the first D / 2, where a rotation subtracts.
+    """
+    exact = torch.float64 if like.dtype == torch.float64 else torch.float32
+    places = torch.arange(positions, dtype=exact, device=like.device)
+    turned = places[:, None] * frequencies(head_dim, theta).to(places)
+    cos, sin = (one.to(like.dtype) for one in (turned.cos(), turned.sin()))
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+class Rotation(NamedTuple):
+    """Rotates the pairs (i, i + D / 2) of heads by the angles of their positions.
+
+    Attributes:
+        cos, sin: [positions, D], from `angles`.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __call__(self, heads: Tensor, first: int) -> Tensor:
+        """heads [B, S, H, D], whose first stands at position `first`."""
+        cos, sin = (table[first : first + heads.shape[1], None] for table in self)
+        return heads * cos + heads.roll(heads.shape[-1] // 2, -1) * sin
 
 
 @dataclass(frozen=True, kw_only=True)

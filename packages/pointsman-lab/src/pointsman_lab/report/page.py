@@ -11,7 +11,7 @@ from typing import Any
 from pointsman._files import write_whole
 from pointsman._grid import NONE, Grid
 from pointsman_lab.registry import entries
-from pointsman_lab.report import protocol, sections, series
+from pointsman_lab.report import protocol, series, task_table
 from pointsman_lab.report.audits import audit_parts
 from pointsman_lab.report.cell import Cell
 from pointsman_lab.report.html import asset, embed, fill
@@ -79,8 +79,8 @@ def page_path(out: Path | None, comparison: Comparison) -> Path:
 def render(comparison: Comparison) -> str:
     """The page as a string."""
     table = replace(ComparisonTable.of(comparison), names={})  # renamed below, everywhere
-    tasks, added = sections.tasks(comparison), task_sections(comparison)
-    data = chart_data(comparison, table) | {"tasks": sections.charts(tasks)}
+    tasks, added = task_table.tasks(comparison), task_sections(comparison)
+    data = chart_data(comparison, table) | {"tasks": task_table.charts(tasks)}
     for each in added:
         data |= each.data
     values = {

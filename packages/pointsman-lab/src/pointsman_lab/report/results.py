@@ -22,8 +22,7 @@ from pointsman_lab.report.language_table import LanguageTable
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.compact import write_record
 from pointsman_lab.runs.comparison import Comparison, read_comparison
-from pointsman_lab.runs.evaluation import over_layers
-from pointsman_lab.runs.record import RunRecord
+from pointsman_lab.runs.record import RunRecord, over_layers
 
 if TYPE_CHECKING:
     import pandas

@@ -19,8 +19,7 @@ from pointsman_lab.report.cell import (
 )
 from pointsman_lab.report.forms import Forms, joined
 from pointsman_lab.runs.comparison import Comparison, read_comparison
-from pointsman_lab.runs.evaluation import over_layers
-from pointsman_lab.runs.record import RunRecord
+from pointsman_lab.runs.record import RunRecord, over_layers
 
 COSTS = ("MFLOP", "Active", "Params")
 COUNTED = " MFLOP, active: FLOPs a token and its parameters, counted, at the k of training; params: all trainable ones;"

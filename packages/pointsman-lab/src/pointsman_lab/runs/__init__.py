@@ -5,9 +5,9 @@ A run directory:
     config.json            the settings                        directory.py (typed by training/config.py)
     environment.json       versions, machine, kernels          environment.py
     vocabulary.json        what the token ids stand for        directory.py (typed by data/vocabulary.py)
-    metrics.jsonl          a JSON object a line                metrics.py
+    metrics.jsonl          a JSON object a line                record.py
     checkpoints/step-N/    weights and state, with checksums   checkpoints.py (tensors: training/checkpoint.py)
-    evaluation.json        the final results                   evaluation.py
+    evaluation.json        the final results                   record.py
     finetune/VARIANT/seed-S/   run directories of their own    paths.py
 
 A comparison directory: comparison.json (comparison.py), record.jsonl (compact.py: its finished runs in one file) and

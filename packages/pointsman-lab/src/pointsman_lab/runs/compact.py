@@ -31,8 +31,8 @@ from pointsman._files import (
     write_whole,
 )
 from pointsman._shapes import METRICS_ROW, MOST_GROWTH, is_shaped, shape_of
-from pointsman_lab.runs.metrics import read_metrics
 from pointsman_lab.runs.paths import CONFIG, DIAGNOSTICS, EVALUATION, EXPLORER, METRICS, VOCABULARY
+from pointsman_lab.runs.record import read_metrics
 
 FORMAT = 2
 RECORD = "record.jsonl"

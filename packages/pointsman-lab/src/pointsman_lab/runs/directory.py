@@ -12,9 +12,8 @@ from pointsman._files import read_text, read_whole_json, within, write_whole
 from pointsman._values import name_fault
 from pointsman_lab.registry import read_vocabulary
 from pointsman_lab.runs.checkpoints import steps_of
-from pointsman_lab.runs.metrics import read_metrics
 from pointsman_lab.runs.paths import CHECKPOINTS, COMPARISON, CONFIG, METRICS, VOCABULARY
-from pointsman_lab.runs.record import refuse_model
+from pointsman_lab.runs.record import read_metrics, refuse_model
 
 
 class Settings(Protocol):

@@ -1,18 +1,128 @@
-"""A run as its directory describes it: settings, environment, results. A damaged file is refused by name."""
+"""A run as its directory describes it: settings, environment, metrics, results. A damaged file is refused by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import os
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman._files import parse_json, read_json, read_text
-from pointsman._values import finite
-from pointsman_lab.runs.evaluation import clean_results
-from pointsman_lab.runs.metrics import read_metrics
+from pointsman._files import disk_errors, open_new, parse_json, read_json, read_lines, read_text, write_whole
+from pointsman._shapes import METRICS_ROW, is_shaped
+from pointsman._values import finite, mean_of
 from pointsman_lab.runs.paths import AUDIT, CONFIG, DIAGNOSTICS, ENVIRONMENT, EVALUATION, EXPLORER, METRICS
+
+
+def read_metrics(file: Path, *kinds: str) -> Iterator[dict[str, Any]]:
+    """The rows of these kinds (of every kind where none is given), in file order; no rows where there is no file.
+
+    A line that is not a whole row is skipped: a killed run may leave one at the end.
+    """
+    try:
+        for line in read_lines(file):
+            try:
+                row = parse_json(line.decode("utf-8", "replace"))
+            except ValueError:
+                continue
+            if is_shaped(row, METRICS_ROW) and row["step"] >= 0 and (not kinds or row["kind"] in kinds):
+                yield row
+    except (FileNotFoundError, NotADirectoryError):
+        return
+
+
+class MetricsFile:
+    """metrics.jsonl, open for appending. Rows after `step` are removed first: the run resumes from that step.
+
+    Attributes:
+        rows: all rows that the file holds.
+    """
+
+    def __init__(self, file: Path, step: int) -> None:
+        self.rows = [row for row in read_metrics(file) if row["step"] <= step]
+        self._file = file
+        write_whole(file, "".join(json.dumps(row) + "\n" for row in self.rows))
+        self._opened = open_new(file, os.O_APPEND)
+
+    def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        with disk_errors(self._file, "lines of metrics were not written"):
+            for row in rows:
+                self.rows.append(dict(row))
+                self._opened.write(f"{json.dumps(row)}\n".encode())
+            self._opened.flush()
+
+    def sync(self) -> None:
+        """Waits until the disk has the rows: call it before a checkpoint that follows them."""
+        with disk_errors(self._file, "lines of metrics were not written"):
+            os.fsync(self._opened.fileno())
+
+    def close(self) -> None:
+        with disk_errors(self._file, "lines of metrics were not written"):
+            self._opened.close()
+
+
+def evaluation_record(
+    *,
+    step: int,
+    protocol: Mapping[str, Any],
+    results: Sequence[Mapping[str, Any]],
+    router_parameters: int,
+    parameters: int,
+    metrics: Iterable[Mapping[str, Any]],
+    cost: Mapping[str, int],
+) -> dict[str, Any]:
+    """The content of evaluation.json.
+
+    Args:
+        step: of the evaluated weights.
+        protocol: how the results came about: data, lengths, budget of tokens, …
+        results: one for each k, with "split", "top_k", "metric", "value".
+        router_parameters, parameters: trainable ones.
+        cost: of a token (`models.cost.cost_a_token`).
+        metrics: rows of metrics.jsonl; "step_seconds" is the median over the training rows.
+    """
+    seconds = [row["step_seconds"] for row in metrics if row["kind"] == "train"]
+    return {
+        "format": 1,
+        "checkpoint": f"step-{step}",
+        "protocol": dict(protocol),
+        "results": list(results),
+        "router_parameters": router_parameters,
+        "parameters": parameters,
+        "cost": dict(cost),
+        "step_seconds": statistics.median(seconds) if seconds else None,
+    }
+
+
+def is_current(
+    record: Mapping[str, Any] | None, *, step: int, protocol: Mapping[str, Any], split: str, top_k: Iterable[int]
+) -> bool:
+    """Whether evaluation.json is of this step, this split, exactly these k, and has these entries of the protocol."""
+    if record is None or record.get("checkpoint") != f"step-{step}":
+        return False
+    found, results = record.get("protocol", {}), record.get("results", [])
+    return (
+        all(found.get(key) == value for key, value in protocol.items())
+        and {result["top_k"] for result in results} == set(top_k)
+        and all(result.get("split") == split for result in results)
+    )
+
+
+def over_layers(result: Mapping[str, Any], name: str) -> float | None:
+    """A figure of the routers ("entropy", "experts_per_token"), mean over layers; None where there is none."""
+    layers = (result.get("routers") or {}).values()
+    return mean_of(layer.get(name) for layer in layers)
+
+
+def clean_results(record: Mapping[str, Any], split: str = "test") -> dict[int, Mapping[str, Any]]:
+    """Results without an attack, by k: those of `split`, or of the first split in the record where it has no such."""
+    rows = [row for row in record.get("results", ()) if isinstance(row, dict) and not row.get("attack")]
+    splits = [row.get("split") for row in rows]
+    wanted = split if split in splits else (splits[0] if splits else None)
+    return {int(row["top_k"]): row for row in rows if row.get("split") == wanted and finite(row.get("top_k"))}
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -13,9 +13,8 @@ from pointsman._files import within, write_whole
 from pointsman_lab.evaluation.passes import AgreedStop, EvaluationContext, each_its_own
 from pointsman_lab.progress import Monitor, Progress, Stop
 from pointsman_lab.runs.directory import RunDirectory
-from pointsman_lab.runs.metrics import MetricsFile
 from pointsman_lab.runs.paths import EVALUATION, METRICS
-from pointsman_lab.runs.record import label
+from pointsman_lab.runs.record import MetricsFile, label
 from pointsman_lab.training.best import FILE, Best
 from pointsman_lab.training.checkpoint import write_checkpoint
 from pointsman_lab.training.failures import Diverged, Interrupted

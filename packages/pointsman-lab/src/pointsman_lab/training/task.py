@@ -26,7 +26,7 @@ from pointsman_lab.evaluation.passes import EvaluationContext
 from pointsman_lab.models.config import build_model
 from pointsman_lab.models.cost import cost_a_token
 from pointsman_lab.registry import trains
-from pointsman_lab.runs.evaluation import evaluation_record, is_current
+from pointsman_lab.runs.record import evaluation_record, is_current
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.objectives import Objective
 

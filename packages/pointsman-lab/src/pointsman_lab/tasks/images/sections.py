@@ -10,7 +10,7 @@ from pointsman_lab.report import series
 from pointsman_lab.report.cell import Cell, squared_variation
 from pointsman_lab.report.page import Sections
 from pointsman_lab.report.published import Column
-from pointsman_lab.report.sections import charts
+from pointsman_lab.report.task_table import charts
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.record import RunRecord, read_object
 from pointsman_lab.tasks.images.robust_table import RobustTable, robust_tables
