@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pointsman_lab.cli.options import Parser, aligned, check_device, overrides, whole
@@ -41,10 +44,19 @@ def run(words: Sequence[str]) -> int:
     from pointsman._files import write_whole
 
     text = cost(values, flags) if values.cost else explain_spec(values.name) if values.name else listing()
-    print(text)
+    print(text if values.cost else "\n".join(wrapped(text.replace("\n    ", " ").splitlines())))
     if values.out:
         write_whole(values.out / "routers.txt", text + "\n")
     return 0
+
+
+def wrapped(lines: Sequence[str]) -> Iterator[str]:
+    """The lines, those that are wider than the terminal over several: below their second column, if they have one."""
+    width = shutil.get_terminal_size((120, 24)).columns
+    for line in lines:
+        column = re.match(r"  \S+ {2,}| *", line)
+        below = " " * (column.end() if column and line.startswith("  ") else 4)
+        yield textwrap.fill(line, width, subsequent_indent=below, break_on_hyphens=False) if len(line) > width else line
 
 
 def listing() -> str:
@@ -66,11 +78,14 @@ def listing() -> str:
 def explain_spec(spec: str) -> str:
     """`explain` of a name, or of the router and the mixer of a spec; "+similarity" is the mixer alone."""
     from pointsman.routers.frame.canonical import canonical
-    from pointsman.routers.frame.registry import parse_spec
+    from pointsman.routers.frame.registry import build_router, format_spec, parse_spec
 
     if not any(sign in spec.removeprefix("+") for sign in ":+@"):
         return explain(spec.removeprefix("+"))
     parsed, plainest = parse_spec(spec), canonical(spec)
+    if parsed.choice is not None:  # whether these scores suit this choice
+        scores = format_spec(parsed._replace(choice_options={}, mixer=None))
+        build_router(scores, dim=16, num_experts=8, vocab_size=8)
     parts = [explain(name) for name in (parsed.router, parsed.choice, parsed.mixer) if name is not None]
     same = [f"{spec} is the same router as {plainest}"] if "@" in spec and plainest != spec else []
     return "\n\n\n".join([*same, *parts])
@@ -90,7 +105,7 @@ def explain(name: str) -> str:
 
     def lines(options: dict[str, Any]) -> list[str]:
         return [
-            f"  {key:<14} {describe(option.annotation)}; default {written(defaults.get(key, option.default))}"
+            f"  {key:<18} {describe(option.annotation)}; default {written(defaults.get(key, option.default))}"
             for key, option in options.items()
         ]
 
