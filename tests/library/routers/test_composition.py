@@ -122,6 +122,18 @@ def test_an_extended_scorer_is_copied_and_pickled(spec: str) -> None:
             assert torch.equal(left, right)
 
 
+@pytest.mark.parametrize("choice", ["stable", "mask", "hash"])
+def test_scores_inside_those_of_token_ids_keep_their_flags_and_their_steps(choice: str) -> None:
+    assert build(f"smoe:noise=1@{choice}").training_stochastic
+    assert not build(f"smoe@{choice}").training_stochastic
+    router = build(f"xmoe@{choice}")
+    assert router.needs_step_end
+    with torch.no_grad():
+        router.score.gate.expert_embeddings.mul_(3)
+    router.step_end()
+    torch.testing.assert_close(router.score.gate.expert_embeddings.norm(dim=-1), torch.full((4,), 0.1))
+
+
 def test_a_generated_scorer_with_a_bias_materializes_with_the_bias() -> None:
     layer = MoE(8, 8, 4, router="hyperrouter:gate=sigmoid@loss-free:rate=0.01").eval()
     layer.router.select.bias.copy_(torch.tensor([0.1, -0.2, 0.3, 0.0]))

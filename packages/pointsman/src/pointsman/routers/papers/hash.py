@@ -34,6 +34,13 @@ class ByTokenIds(Scorer):
         super().__init__()
         self.gate, self.num_experts, self.vocab_size = gate, num_experts, vocab_size
         self.tells_apart = gate is not None
+        if gate is not None:
+            self.training_stochastic = gate.training_stochastic
+            self.needs_step_end = self.needs_step_end or gate.needs_step_end
+
+    def step_end(self) -> None:
+        if self.gate is not None:
+            self.gate.step_end()
 
     @property
     def below(self) -> Mapping[str, int]:

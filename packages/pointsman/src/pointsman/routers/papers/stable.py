@@ -111,6 +111,7 @@ class TwoStageScorer(ByTokenIds):
         return torch.where(self.steps >= self.stage_one, 0.0, loss)
 
     def step_end(self) -> None:
+        super().step_end()
         self.steps += 1
         self._freeze_light()
 
