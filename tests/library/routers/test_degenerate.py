@@ -14,6 +14,9 @@ SIGMOID = "smoe:gate=sigmoid:bias=false"
 PAIRS = [
     ("sigma:dropout=0", f"{SIGMOID}:renormalize=false", 2),
     ("loss-free:rate=0", SIGMOID, 2),
+    ("loss-free:update=none", SIGMOID, 2),
+    ("loss-free:nulls=0", "loss-free", 2),
+    ("smoe:nulls=0", "smoe", 2),
     ("loss-free:gate=softmax", "smoe:bias=false", 2),
     ("loss-free:groups=3:kept=3", "loss-free", 2),
     ("loss-free:groups=1", "loss-free", 2),

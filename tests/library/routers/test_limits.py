@@ -13,7 +13,8 @@ DIM, EXPERTS = 8, 6
 SPECS = [
     *list_routers(),
     *("smoe:gate=sigmoid", "smoe:nulls=4:kind=mixed", "loss-free:gate=sqrtsoftplus", "loss-free:update=quantile"),
-    *("loss-free:biased=logits", "xmoe:gate=sigmoid", "hash:gate=sqrtsoftplus", "recurrent:depth=average"),
+    *("loss-free:biased=logits", "loss-free:gate=softmax:update=quantile", "loss-free:update=smebu"),
+    *("xmoe:gate=sigmoid", "hash:gate=sqrtsoftplus", "recurrent:depth=average"),
     *("compete:rate=1:diversity=0.1", "sparsemixer:version=1", "smoe:weigh=input", "smoe+similarity"),
 ]
 

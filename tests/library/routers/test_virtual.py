@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pointsman import MoE, Router, RoutingContext, build_router, record_routing, step_end
-from tests.library.routers.oracle import DIM, EXPERTS, Expected, compare, inputs, ranked, route, router_for, softmax
+from tests.library.routers.oracle import DIM, EXPERTS, Expected, compare, inputs, ranked, route, softmax
 
 KINDS = {"zero": ["zero"] * 4, "copy": ["copy"] * 4, "constant": ["constant"] * 4}
 KINDS["mixed"] = ["zero", "copy", "constant", "constant"]
@@ -106,17 +106,6 @@ def test_nothing_but_null_experts_is_zero() -> None:
     output.sum().backward()
     assert not output.any()
     assert all(torch.isfinite(parameter.grad).all() for parameter in layer.router.parameters())
-
-
-def test_no_virtual_experts_is_the_router_itself() -> None:
-    for name in ("smoe", "loss-free"):
-        one, other = router_for(name), router_for(f"{name}:nulls=0")
-        hidden, mask = inputs()
-        left, right = route(one, hidden, mask), route(other, hidden, mask)
-        assert torch.equal(left.experts, right.experts)
-        assert torch.equal(left.weights, right.weights)
-        assert right.dense_weights.shape == (len(right.experts), EXPERTS)
-    assert MoE(DIM, 4, EXPERTS, router="smoe:nulls=2").virtual is None
 
 
 def test_the_bias_of_longcat_moves_for_virtual_experts() -> None:
