@@ -28,7 +28,7 @@ Saved = tuple[Tensor, ...]
 """What a piece [n, hidden] saves: ungated (h) or (u), gated (u, g)."""
 
 FEW = 8
-"""Rows an expert, on average, up to which one product for each expert takes less time than `grouped_mm`."""
+"""Float32 rows an expert, on average, up to which one product for each takes less time than `grouped_mm`."""
 COPIED = 1 << 13
 """Elements of one expert's weight up to which a copy of its gradient takes less time than a call."""
 
@@ -180,7 +180,8 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, at: Sorted, piece
     if piece.alone:
         columns = weight[piece.first].t()
         return torch.mm(rows, columns) if bias is None else torch.addmm(bias[piece.first], rows, columns)
-    if 2 * (piece.end - piece.first) <= len(rows) <= FEW * (piece.end - piece.first):
+    experts = piece.end - piece.first
+    if rows.dtype == torch.float32 and 2 * experts <= len(rows) <= FEW * experts:
         output = _few_rows(rows, weight, at, piece)
     else:
         output = F.grouped_mm(rows, weight[piece.first : piece.end].mT, offs=piece.ends)
