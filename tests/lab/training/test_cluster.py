@@ -176,6 +176,7 @@ def test_ray_gives_the_same_bits_also_when_a_node_is_killed(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # submitit waits for none of its own
 def test_slurm_s_tasks_give_the_same_bits(settings: Callable[..., RunConfig], tmp_path: Path) -> None:
     """By submitit's executor of this machine."""
     pytest.importorskip("submitit")
