@@ -36,6 +36,8 @@ def test_the_report_reads_it(tmp_path: Path) -> None:
     assert "`" not in page[places[0] : page.index('id="result"')]
     assert "(the first two principal components)" in page
     assert "UMAP" not in page
+    assert "Tokens to an answer" not in page  # no task was given
+    assert "tokens a prompt" not in result.markdown()
     assert "a few words" in page
     assert (tmp_path / "audit" / "audit.md").read_text().startswith("# Audit of MixtralForCausalLM")
 

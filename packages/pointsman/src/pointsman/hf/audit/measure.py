@@ -113,7 +113,8 @@ def audit(
     with evaluating(model):
         found = analysed(model, run.blocks, run.trace(), probes, result.quality, TOLERANCE, notes)
         asked = [row["top_k"] for row in result.quality]
-        found["answers"] = answers(model, tokenizer, [Prompt(*one) for one in task], asked, own, answer_tokens)
+        prompts = [Prompt(*one) for one in task]
+        found["answers"] = answers(model, tokenizer, prompts, asked, own, answer_tokens) if prompts else []
     return replace(result, analyses=finite(found), notes=[*dict.fromkeys([*result.notes, *notes])])
 
 
