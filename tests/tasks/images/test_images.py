@@ -1,17 +1,12 @@
-"""Layouts of images on the disk, the cache, and the parts."""
+"""Layouts of images on the disk, and the parts."""
 
 from __future__ import annotations
 
 import io
 import json
-import platform
 import re
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +15,7 @@ import torch
 from pointsman._errors import RunError
 from pointsman_lab.tasks.images import image_set
 from pointsman_lab.tasks.images.augment import Augmentation, ImageStream, inception_crop, to_tensor, uniforms
-from pointsman_lab.tasks.images.image_set import ImageSet, fit, load_images
+from pointsman_lab.tasks.images.image_set import fit, load_images
 
 Image = pytest.importorskip("PIL.Image")
 CLASSES = ("n01", "n02", "n03")
@@ -56,57 +51,48 @@ def write_sheets(root: Path, train: int = 20, test: int = 10) -> None:
         (root / labels).write_text(json.dumps([index % 10 for index in range(count)]))
 
 
-def load(path: Path, tmp_path: Path, option: str = "") -> ImageSet:
-    return load_images(f"{path}{option}", cache_dir=tmp_path / "cache")
-
-
 def test_folders_of_classes(tmp_path: Path) -> None:
     write_classes(tmp_path / "set")
-    images = load(tmp_path / "set", tmp_path)
+    images = load_images(str(tmp_path / "set"))
     assert images.classes == CLASSES
     assert {split: len(images.split(split)) for split in images.splits} == {"train": 57, "valid": 3, "test": 60}
     test = images.split("test")
     assert test.labels.tolist() == [0] * 20 + [1] * 20 + [2] * 20
-    assert (test.images[20] == picture(1000)).all()
+    assert (test.images[[20]][0] == picture(1000)).all()
 
 
-@pytest.mark.parametrize("how", ["not cached", "too large"])
-def test_images_that_are_not_cached_are_decoded_as_they_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_images_are_decoded_as_they_are_read(tmp_path: Path) -> None:
     write_classes(tmp_path / "set", side=12)
-    kept = load(tmp_path / "set", tmp_path, ":size=8")
-    if how == "too large":
-        monkeypatch.setattr("pointsman_lab.tasks.images.image_set.MOST_CACHED", 120 * 8 * 8 * 3 - 1)
-    folder = tmp_path / "other"
-    read = load_images(f"{tmp_path / 'set'}:size=8", cache_dir=folder, cached=how == "too large")
-    assert ("0.0 GB of pixels, decoded as they are read" in read.description) == (how == "too large")
-    for split in kept.splits:
-        one, two = kept.split(split), read.split(split)
-        assert (one.labels == two.labels).all()
-        assert (two.images.shape, len(two.images)) == (one.images.shape, len(one.images))
-        for rows in ([2, 0], np.array([1]), slice(0, 2), slice(None)):
-            assert (one.images[rows] == two.images[rows]).all()
+    test = load_images(f"{tmp_path / 'set'}:size=8").split("test")
+    assert test.images.shape == (60, 8, 8, 3)
+    every = test.images[:]
+    for rows in ([2, 0], np.array([1]), slice(0, 2)):
+        assert (test.images[rows] == every[rows]).all()
     (tmp_path / "set" / "val" / CLASSES[0] / f"{CLASSES[0]}_0.png").write_bytes(b"")
-    test = read.split("test")
-    assert (test.images[[20]] == kept.split("test").images[[20]]).all(), "other rows are not decoded"
+    assert (test.images[[20]] == every[[20]]).all(), "other rows are not decoded"
     with pytest.raises(RunError, match=r"_0\.png"):
         test.images[[0]]
-    assert not folder.exists()
 
 
-def test_a_cache_that_does_not_fit_the_disk_is_refused_with_its_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_classes(tmp_path / "set")
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=23_000))
-    with pytest.raises(RunError, match=r"0.0 GB are free; the decoded images take 0.0 GB"):
-        load(tmp_path / "set", tmp_path)
+@pytest.mark.parametrize("most", [0, 2**20])
+def test_the_fingerprint_is_that_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(image_set, "MOST_SUMMED", most)
+    for folder in ("one", "other"):
+        write_sheets(tmp_path / folder)
+    first, moved = (load_images(str(tmp_path / folder)).fingerprint for folder in ("one", "other"))
+    assert first == moved
+    sheet = tmp_path / "one" / "test_batch.png"
+    content = bytearray(sheet.read_bytes())
+    content[-20] ^= 1
+    sheet.write_bytes(content)
+    assert (load_images(str(tmp_path / "one")).fingerprint == first) == (most == 0), "large sets have no checksum"
+    sheet.write_bytes(content + b"0")
+    assert load_images(str(tmp_path / "one")).fingerprint != first
 
 
 def test_crops_are_taken_from_the_image_as_it_lies_on_the_disk(tmp_path: Path) -> None:
     write_classes(tmp_path / "set", side=40)
-    train = load(tmp_path / "set", tmp_path, ":size=16").split("train")
+    train = load_images(f"{tmp_path / 'set'}:size=16").split("train")
     stream = ImageStream(train, 4, 3, Augmentation.parse("inception"), seed=1)
     pixels, _ = stream.batch(0)
     draws = uniforms(1, "inception", 0, 4, 4)
@@ -121,16 +107,19 @@ def test_a_tar_archive_gives_the_same_as_its_folder(tmp_path: Path) -> None:
     write_classes(tmp_path / "set")
     with tarfile.open(tmp_path / "packed.tar", "w") as archive:
         archive.add(tmp_path / "set", "set")
-    folder, packed = (load(path, tmp_path) for path in (tmp_path / "set", tmp_path / "packed.tar"))
-    assert folder.fingerprint == packed.fingerprint
+    folder, packed = (load_images(str(path)) for path in (tmp_path / "set", tmp_path / "packed.tar"))
+    for split in folder.splits:
+        one, two = folder.split(split), packed.split(split)
+        assert (one.images[:] == two.images[:]).all()
+        assert (one.labels == two.labels).all()
 
 
 def test_sheets_hold_one_image_a_row(tmp_path: Path) -> None:
     write_sheets(tmp_path / "set")
-    images = load(tmp_path / "set", tmp_path)
+    images = load_images(str(tmp_path / "set"))
     assert images.classes[3] == "cat"
     assert [len(images.split(split)) for split in ("train", "valid", "test")] == [18, 2, 10]
-    assert (images.split("valid").images[1] == picture(19, 32)).all()
+    assert (images.split("valid").images[[1]][0] == picture(19, 32)).all()
 
 
 def test_cifar_binary(tmp_path: Path) -> None:
@@ -139,8 +128,8 @@ def test_cifar_binary(tmp_path: Path) -> None:
     for name in ("data_batch_1.bin", "test_batch.bin"):
         records = [bytes([index % 10]) + picture(index, 32).transpose(2, 0, 1).tobytes() for index in range(20)]
         (root / name).write_bytes(b"".join(records))
-    images = load(root, tmp_path)
-    assert (images.split("test").images[7] == picture(7, 32)).all()
+    images = load_images(str(root))
+    assert (images.split("test").images[[7]][0] == picture(7, 32)).all()
     assert images.split("test").labels[13] == 3
 
 
@@ -148,16 +137,16 @@ def test_npy(tmp_path: Path) -> None:
     pixels = np.stack([picture(index, 32) for index in range(6)])
     np.save(tmp_path / "fog.npy", pixels)
     np.save(tmp_path / "labels.npy", np.arange(6) % 3)
-    images = load(tmp_path / "fog.npy", tmp_path)
+    images = load_images(str(tmp_path / "fog.npy"))
     assert images.splits == ("test",)
-    assert (images.split("test").images == pixels).all()
+    assert (images.split("test").images[:] == pixels).all()
 
 
 def test_an_empty_array_is_named(tmp_path: Path) -> None:
     np.save(tmp_path / "fog.npy", np.zeros((0, 32, 32, 3), dtype=np.uint8))
     np.save(tmp_path / "labels.npy", np.zeros(0, dtype=np.int64))
     with pytest.raises(RunError, match=r"fog\.npy: the test part has no images"):
-        load(tmp_path / "fog.npy", tmp_path)
+        load_images(str(tmp_path / "fog.npy"))
 
 
 @pytest.mark.parametrize("spoilt", ["fog.npy", "labels.npy"])
@@ -174,51 +163,13 @@ def test_a_spoilt_array_is_named(spoilt: str, content: str, tmp_path: Path) -> N
     else:
         file.write_bytes(file.read_bytes()[: -20 if content else 0])
     with pytest.raises(RunError, match=f"{spoilt}: not a plain .npy array") as told:
-        load(tmp_path / "fog.npy", tmp_path)
+        load_images(str(tmp_path / "fog.npy"))
     assert "\n" not in str(told.value)
-
-
-def test_a_damaged_cache_is_built_anew(tmp_path: Path) -> None:
-    write_sheets(tmp_path / "set")
-    before = load(tmp_path / "set", tmp_path)
-    (file,) = (tmp_path / "cache").glob("*/train.npy")
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    again = load(tmp_path / "set", tmp_path)
-    assert again.fingerprint == before.fingerprint
-    assert not list((tmp_path / "cache").glob(".tmp-*"))
-
-
-def test_the_first_of_two_processes_keeps_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_sheets(tmp_path / "set")
-    decoded, first = image_set._decoded, []
-
-    def slow(*given: Any) -> Any:
-        if image_set._decoded is slow:  # another process decodes the same meanwhile
-            monkeypatch.setattr(image_set, "_decoded", decoded)
-            first.append(load(tmp_path / "set", tmp_path).fingerprint)
-            first.extend(folder.stat().st_ino for folder in (tmp_path / "cache").glob("[!.]*"))
-        return decoded(*given)
-
-    monkeypatch.setattr(image_set, "_decoded", slow)
-    images = load(tmp_path / "set", tmp_path)
-    assert [images.fingerprint, *(folder.stat().st_ino for folder in (tmp_path / "cache").iterdir())] == first
-
-
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
-    write_sheets(tmp_path / "set")
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    (tmp_path / f"cache/.tmp-{ended.pid}-{platform.node()}+x").mkdir(parents=True)
-    load(tmp_path / "set", tmp_path)
-    [folder] = (tmp_path / "cache").iterdir()
-    assert (folder / "meta.json").is_file()
 
 
 def test_size_resizes_the_shorter_side_and_crops_the_centre(tmp_path: Path) -> None:
     write_classes(tmp_path / "set", side=12)
-    assert load(tmp_path / "set", tmp_path, ":size=8").side == 8
+    assert load_images(f"{tmp_path / 'set'}:size=8").side == 8
     wide = np.zeros((10, 30, 3), dtype=np.uint8)
     wide[:, 10:20] = 255
     assert (fit(wide, 10) == 255).all()
@@ -303,8 +254,14 @@ def empty(root: Path) -> None:
 def test_mistakes_name_the_file(tmp_path: Path, make: object, words: str) -> None:
     assert callable(make)
     make(tmp_path / "set")
+
+    def read() -> None:
+        images = load_images(str(tmp_path / "set"))
+        for split in images.splits:
+            images.split(split).images[:]
+
     with pytest.raises(RunError, match=re.escape(words)):
-        load(tmp_path / "set", tmp_path)
+        read()
 
 
 @pytest.mark.parametrize(
@@ -313,10 +270,10 @@ def test_mistakes_name_the_file(tmp_path: Path, make: object, words: str) -> Non
 )
 def test_unknown_sets_and_options_name_the_nearest(tmp_path: Path, spec: str, words: str) -> None:
     with pytest.raises(RunError, match=words):
-        load_images(spec, data_dir=tmp_path, cache_dir=tmp_path)
+        load_images(spec, data_dir=tmp_path)
 
 
 def test_the_published_first_pixel(data_dir: Path, tmp_path: Path) -> None:
-    images = load_images("cifar10-10k", data_dir=data_dir, cache_dir=tmp_path)
-    assert images.split("train").images[0, 0, 0].tolist() == [59, 62, 63]
+    images = load_images("cifar10-10k", data_dir=data_dir)
+    assert images.split("train").images[[0]][0, 0, 0].tolist() == [59, 62, 63]
     assert [len(images.split(split)) for split in images.splits] == [9000, 1000, 10000]

@@ -1,4 +1,4 @@
-"""A set of labelled images: decoded once, cached as memory-mapped arrays, with training, validation and test parts."""
+"""A set of labelled images with training, validation and test parts, decoded as they are read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,26 +16,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._files import disk_errors, parse_json, read_text, scratch_folder, user_cache_folder, write_synced
-from pointsman_lab.data.cache import move_into_place
+from pointsman._files import parse_json, read_ordinary
 from pointsman_lab.data.catalog import SPLITS
+from pointsman_lab.data.reading import reading
 from pointsman_lab.tasks.images.hub import is_saved, open_hub, open_saved
 from pointsman_lab.tasks.images.layouts import LabelledImages, Layout, Pixels, open_layout
 
-FORMAT = 1
 IMAGE_SETS = {
     "cifar10-10k": "a fifth of CIFAR-10's training images and all of its test images, 32 x 32",
     "tiny-imagenet-50": "50 classes of Tiny-ImageNet, 64 x 64",
 }
 _FOLDERS = {"cifar10-10k": ("cifar10-10k", "cifar10"), "tiny-imagenet-50": ("tiny-imagenet-50",)}
 
-
-MOST_CACHED = 8 * 2**30
-"""Bytes of decoded pixels: a set that has more is not cached."""
+MOST_SUMMED = 2**27
+"""Bytes of files: larger sets are told apart by the files' names and sizes, without a checksum."""
 
 
 @dataclass(frozen=True)
-class Unread:
+class Images:
     """Images of a part that are decoded whenever they are read: `images[rows]` is [.., side, side, 3]."""
 
     part: LabelledImages
@@ -65,7 +62,7 @@ class ImagePart:
         original: row -> the image as it was before `size`; None: it is that of `images`.
     """
 
-    images: Pixels | Unread
+    images: Pixels | Images
     labels: NDArray[np.int64]
     original: Callable[[int], Pixels] | None = None
 
@@ -82,7 +79,7 @@ class ImageSet:
         classes: names, in the order of the labels.
         side: height and width of every image.
         description: the protocol line: layout, sizes, and which part is what.
-        fingerprint: 64 bits in hexadecimal over all pixels and labels.
+        fingerprint: 64 bits in hexadecimal over labels, size, and the files' names, sizes and content.
     """
 
     name: str
@@ -125,9 +122,7 @@ class ImageSet:
         return replace(self, classes=tuple(classes), _parts=parts)
 
 
-def load_images(
-    spec: str, *, data_dir: Path | None = None, cache_dir: Path | None = None, cached: bool = True
-) -> ImageSet:
+def load_images(spec: str, *, data_dir: Path | None = None) -> ImageSet:
     """Opens `NAME|PATH[:size=N]`: a name under `data_dir`, or a folder, archive or .npy file.
 
     Without a validation part, one is taken from training: the last tenth of sheets and of CIFAR's binary form, else
@@ -139,12 +134,10 @@ def load_images(
             `size`: the shorter side is resized to it, then the centre is cropped. Without it all images
             must be square and of one size.
         data_dir: where names are looked up.
-        cache_dir: where decoded images are kept; None: the user's cache folder.
-        cached: whether they are; sets of more than `MOST_CACHED` bytes never are. Else each image is decoded when it
-            is read, and the fingerprint is that of names, labels, sizes and times of the files.
 
     Raises:
-        RunError: no such set, an unknown option, a damaged image, images of several sizes without `size`.
+        RunError: no such set, an unknown option; of the images read later: one is damaged, or of another side than
+            the first one's without `size`.
     """
     text, size = _parse(spec)
     path = _find(text, data_dir)
@@ -155,27 +148,14 @@ def load_images(
         name = text if text in IMAGE_SETS else path.name.split(".")[0]
     parts, note = _assign(layout)
     _check_parts(parts, layout, f"{path or text}", note)
-    root = cache_dir or user_cache_folder() / "images"
-    folder = root / _key(layout, size)
     side = size or next(iter(parts.values())).load(0).shape[0]
-    needed = sum(map(len, parts.values())) * side * side * 3
-    if cached and needed <= MOST_CACHED:
-        arrays = _open(folder) or _build(folder, parts, size, side, needed)
-        crc = hashlib.sha256("".join(f"{split}{crc}" for split, (_, crc) in sorted(arrays.items())).encode())
-        opened, fingerprint = {split: part for split, (part, _) in arrays.items()}, crc.hexdigest()
-    else:
-        opened = {
-            split: ImagePart(Unread(part, size, side), np.asarray(part.labels, dtype=np.int64))
-            for split, part in parts.items()
-        }
-        told = json.dumps({split: [list(map(int, part.labels)), list(part.names)] for split, part in parts.items()})
-        fingerprint = hashlib.sha256(f"{folder.name}{told}".encode()).hexdigest()
-        note += f"; {needed / 1e9:,.1f} GB of pixels, decoded as they are read" if cached else ""
-    if size:
-        opened = {split: replace(part, original=parts[split].load) for split, part in opened.items()}
+    opened = {
+        split: ImagePart(Images(part, size, side), np.asarray(part.labels, dtype=np.int64), part.load if size else None)
+        for split, part in parts.items()
+    }
     sizes = ", ".join(f"{split} {len(part):,}" for split, part in opened.items())
     description = f"{name}: {layout.kind}, {len(layout.classes)} classes, {side} x {side}, {sizes}{note}"
-    return ImageSet(name, layout.classes, side, description, fingerprint[:16], opened)
+    return ImageSet(name, layout.classes, side, description, _fingerprint(layout, parts, size), opened)
 
 
 def _parse(spec: str) -> tuple[str, int | None]:
@@ -247,12 +227,16 @@ def _subset(part: LabelledImages, rows: Sequence[int]) -> LabelledImages:
     )
 
 
-def _key(layout: Layout, size: int | None) -> str:
-    digest = hashlib.sha256(f"{FORMAT} {layout.kind} {size}".encode())
-    for file in layout.files:
-        status = file.stat()
-        digest.update(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}\n".encode())
-    return digest.hexdigest()[:32]
+def _fingerprint(layout: Layout, parts: Mapping[str, LabelledImages], size: int | None) -> str:
+    labels = {split: list(map(int, part.labels)) for split, part in parts.items()}
+    digest = hashlib.sha256(json.dumps([layout.kind, layout.classes, size, labels]).encode())
+    sizes = [file.stat().st_size for file in layout.files]
+    summed = sum(sizes) <= MOST_SUMMED
+    for file, length in zip(layout.files, sizes, strict=True):
+        with reading(file):
+            checksum = zlib.crc32(read_ordinary(file)) if summed else None
+        digest.update(f"{file.name} {length} {checksum}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def fit(pixels: Pixels, size: int) -> Pixels:
@@ -277,54 +261,6 @@ def _decoded(part: LabelledImages, row: int, size: int | None, side: int) -> Pix
         shape = f"{pixels.shape[1]} x {pixels.shape[0]}"
         raise RunError(f"{part.names[row]}: {shape} where {side} x {side} is expected: add :size={side} to the data")
     return pixels
-
-
-def _build(
-    folder: Path, parts: Mapping[str, LabelledImages], size: int | None, side: int, needed: int
-) -> dict[str, tuple[ImagePart, int]]:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    if (free := shutil.disk_usage(folder.parent).free) < needed:
-        raise RunError(f"{folder.parent}: {free / 1e9:.1f} GB are free; the decoded images take {needed / 1e9:.1f} GB")
-    with disk_errors(folder, "the images were not cached"), scratch_folder(folder.parent) as scratch:
-        meta: dict[str, Any] = {"format": FORMAT, "parts": {}}
-        for split, part in parts.items():
-            shape = (len(part), side, side, 3)
-            images = np.lib.format.open_memmap(scratch / f"{split}.npy", mode="w+", dtype=np.uint8, shape=shape)
-            for row in range(len(part)):
-                images[row] = _decoded(part, row, size, side)
-            images.flush()
-            labels = np.asarray(part.labels, dtype=np.int64)
-            np.save(scratch / f"{split}-labels.npy", labels)
-            meta["parts"][split] = _checksum(images, labels)
-        write_synced(scratch / "meta.json", json.dumps(meta).encode())
-        move_into_place(scratch, folder, lambda: _open(folder) is not None)
-    opened = _open(folder)
-    if opened is None:
-        raise RunError(f"{folder}: the cache of decoded images was damaged while it was written")
-    return opened
-
-
-def _open(folder: Path) -> dict[str, tuple[ImagePart, int]] | None:
-    """The cached parts with their checksums; None if there are none, or any byte differs from what was written."""
-    try:
-        meta = parse_json(read_text(folder / "meta.json"))
-        parts = {}
-        for split, checksum in meta["parts"].items():
-            images = np.load(folder / f"{split}.npy", mmap_mode="r", allow_pickle=False)
-            labels = np.load(folder / f"{split}-labels.npy", allow_pickle=False)
-            if _checksum(images, labels) != checksum:
-                return None
-            parts[split] = (ImagePart(images, labels), int(checksum))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return parts
-
-
-def _checksum(images: Pixels, labels: NDArray[np.int64]) -> int:
-    checksum = zlib.crc32(labels.tobytes())
-    for start in range(0, len(images), 1024):
-        checksum = zlib.crc32(np.ascontiguousarray(images[start : start + 1024]).data, checksum)
-    return checksum
 
 
 @dataclass(frozen=True)

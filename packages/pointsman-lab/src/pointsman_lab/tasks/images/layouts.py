@@ -63,7 +63,7 @@ class Layout:
     Attributes:
         classes: names of the classes, in the order of their labels.
         parts: "train", "valid", "test": those that exist.
-        files: every file, for the cache's key.
+        files: every file, for the fingerprint.
         kind: which layout it is, for the protocol line.
     """
 
@@ -126,7 +126,7 @@ def _sheets(folder: Path) -> Layout:
 
 
 def _sheet_loader(sheets: Sequence[Path], rows: int) -> Callable[[int], Pixels]:
-    """Decodes the sheets at the first call: opening a set whose images are cached decodes nothing."""
+    """Decodes the sheets at the first call: opening a set decodes nothing."""
 
     @cache
     def images() -> Pixels:

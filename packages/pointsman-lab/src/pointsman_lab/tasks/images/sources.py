@@ -78,7 +78,7 @@ class Corrupted:
         return self._opened(folder)
 
     def _opened(self, path: Path) -> ImagePart:
-        images = open_images(f"{path}:size={self.images.side}", cached=False)
+        images = open_images(f"{path}:size={self.images.side}")
         return images.relabelled(self.images.classes).split("test")
 
     def _own(self, corruption: str, severity: int) -> Pixels:

@@ -28,10 +28,10 @@ from pointsman_lab.training.objectives import Loss, Objective, Outcome, objectiv
 from pointsman_lab.training.task import Batches, Observed, Task
 
 
-def open_images(spec: str, *, cached: bool = True) -> ImageSet:
+def open_images(spec: str) -> ImageSet:
     """`load_images` with the folder that POINTSMAN_DATA names."""
     folder = os.environ.get("POINTSMAN_DATA")
-    return load_images(spec, data_dir=Path(folder) if folder else None, cached=cached)
+    return load_images(spec, data_dir=Path(folder) if folder else None)
 
 
 class ImageClassification(Task):
