@@ -30,7 +30,7 @@ def test_a_saved_data_set_and_the_hub_give_the_same(tmp_path: Path, monkeypatch:
     saved.save_to_disk(tmp_path / "pets")
     found = load_images(str(tmp_path / "pets"))
     assert (found.classes, found.side, found.splits) == (("cat", "dog"), 8, ("train", "valid", "test"))
-    np.testing.assert_array_equal(found.split("test").images[[3]][0], np.array(saved["test"][3]["img"]))
+    np.testing.assert_array_equal(found.split("test").images[3], np.array(saved["test"][3]["img"]))
     assert found.split("test").labels.tolist() == [0, 1, 0, 1, 0, 1]
     opened = datasets.load_from_disk(str(tmp_path / "pets"))
     monkeypatch.setattr(datasets, "load_dataset", {"someone/pets": opened}.__getitem__)

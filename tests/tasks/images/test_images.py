@@ -58,7 +58,7 @@ def test_folders_of_classes(tmp_path: Path) -> None:
     assert {split: len(images.split(split)) for split in images.splits} == {"train": 57, "valid": 3, "test": 60}
     test = images.split("test")
     assert test.labels.tolist() == [0] * 20 + [1] * 20 + [2] * 20
-    assert (test.images[[20]][0] == picture(1000)).all()
+    assert (test.images[20] == picture(1000)).all()
 
 
 def test_images_are_decoded_as_they_are_read(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_sheets_hold_one_image_a_row(tmp_path: Path) -> None:
     images = load_images(str(tmp_path / "set"))
     assert images.classes[3] == "cat"
     assert [len(images.split(split)) for split in ("train", "valid", "test")] == [18, 2, 10]
-    assert (images.split("valid").images[[1]][0] == picture(19, 32)).all()
+    assert (images.split("valid").images[1] == picture(19, 32)).all()
 
 
 def test_cifar_binary(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_cifar_binary(tmp_path: Path) -> None:
         records = [bytes([index % 10]) + picture(index, 32).transpose(2, 0, 1).tobytes() for index in range(20)]
         (root / name).write_bytes(b"".join(records))
     images = load_images(str(root))
-    assert (images.split("test").images[[7]][0] == picture(7, 32)).all()
+    assert (images.split("test").images[7] == picture(7, 32)).all()
     assert images.split("test").labels[13] == 3
 
 

@@ -48,9 +48,12 @@ class Images:
         return len(self.part)
 
     def __getitem__(self, rows: Any) -> Pixels:
-        found = np.empty((len(chosen := np.arange(len(self.part))[rows]), *self.shape[1:]), dtype=np.uint8)
-        for place, row in enumerate(chosen):
-            found[place] = _decoded(self.part, int(row), self.size, self.side)
+        chosen = np.arange(len(self.part))[rows]
+        if chosen.ndim == 0:
+            return _decoded(self.part, int(chosen), self.size, self.side)
+        found = np.empty((len(chosen), *self.shape[1:]), dtype=np.uint8)
+        for place, row in enumerate(chosen.tolist()):
+            found[place] = _decoded(self.part, row, self.size, self.side)
         return found
 
 
