@@ -7,7 +7,6 @@ import colorsys
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 from pointsman._errors import RunError
@@ -48,119 +47,85 @@ def generate(flags: Parser, values: argparse.Namespace, device: str) -> int | No
     loaded = load_run(values.run, device=device, note=lambda message: print(printable(message), file=sys.stderr))
     if not isinstance(loaded.model, LanguageModel):
         return None
-    sampling = Sampling(0.0 if values.greedy else values.temperature, values.top_p, values.seed)
+    temperature = 0.0 if values.greedy else values.temperature
+    Sampling(temperature, values.top_p)  # refuses what cannot be drawn, before anything is printed
     layer = sparse_layer(loaded.model, values.layer) if values.show_experts else None
     encoded = [loaded.vocabulary.encode_compact(prompt) for prompt in values.prompt]
-    prompts = [ids for ids, _ in encoded]
     if missed := sum(count for _, count in encoded):
         print(f"{missed} {loaded.vocabulary.level}s of the prompt are unknown to the model", file=sys.stderr)
-    check_prompts(prompts, loaded.context)  # before anything is printed
-    writer = Writer(loaded.vocabulary, prompts, values.prompt, loaded.vocabulary.end_id, layer)
+    check_prompts([ids for ids, _ in encoded], loaded.context)  # before anything is printed
     if loaded.sparse:
         set_top_k(loaded.model, values.top_k or loaded.last_top_k)
     elif values.top_k:
         raise RunError(f"{flags.prog}: --top-k {values.top_k}: the model has no sparse layer")
+    writer, texts = Writer(loaded.vocabulary, layer), []
     with using(loaded.kernels), loaded.autocast():
-        writer.write(loaded.model, tokens=values.tokens, context=loaded.context, sampling=sampling)
+        for row, (prompt, (ids, _)) in enumerate(zip(values.prompt, encoded, strict=True)):
+            drawn = Sampling(temperature, values.top_p, values.seed + row)
+            how = {"tokens": values.tokens, "context": loaded.context, "sampling": drawn}
+            texts.append(writer.write(loaded.model, prompt, ids, **how))
+    writer.legend()
     if values.out:
-        rows = [{"prompt": one, "text": text} for one, text in zip(values.prompt, writer.texts, strict=True)]
+        rows = [{"prompt": one, "text": text} for one, text in zip(values.prompt, texts, strict=True)]
         write_whole(values.out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return 0
 
 
 class Writer:
-    """Prints prompts and their continuations; a single one as it comes, coloured where the terminal has colours.
+    """Prints a prompt and its continuation as it comes, coloured where the terminal has colours.
 
     Args:
-        ids, prompts: of each prompt.
-        end_id: the id that ends a text; None: none does.
         layer: the layer whose experts colour the tokens; None: no colours.
-
-    Attributes:
-        texts: what was added to each prompt.
     """
 
-    def __init__(
-        self, vocabulary: Any, ids: Sequence[Any], prompts: Sequence[str], end_id: int | None, layer: str | None
-    ) -> None:
+    def __init__(self, vocabulary: Any, layer: str | None) -> None:
         from rich.console import Console
-
-        from pointsman_lab.tasks.language_modelling.generation import TextStream
 
         self.console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
         self.colours = layer is not None and self.console.color_system is not None
-        self.ids, self.prompts, self.end_id, self.layer = ids, prompts, end_id, layer
-        self.streams = [TextStream(vocabulary, one if layer is None else ()) for one in ids]
-        self.texts = [""] * len(ids)
-        self.ended = [False] * len(ids)
+        self.vocabulary, self.layer = vocabulary, layer
         self.shares: Counter[int] = Counter()
         self.experts = 0
 
-    def write(self, model: Any, **how: Any) -> None:
-        """Generates, and prints on the way."""
+    def write(self, model: Any, prompt: str, ids: Any, **how: Any) -> str:
+        """Generates, prints on the way, and returns what was added to the prompt."""
         from pointsman.control import named_routers
-        from pointsman_lab.tasks.language_modelling.generation import generate
+        from pointsman_lab.tasks.language_modelling.generation import TextStream, generate
 
-        if self.layer is not None:
+        end, added = self.vocabulary.end_id, ""
+        if self.layer is None:
+            self._print(prompt, None)
+            stream, waiting = TextStream(self.vocabulary, ids), []
+        else:  # a token has its expert once it was read, those of the prompt after the first step
             self.experts = dict(named_routers(model))[self.layer].num_experts
-        alone = len(self.ids) == 1
-        held: list[list[tuple[str, int | None]]] = [[] for _ in self.ids]
-        waiting: list[list[int]] = [[] if self.layer is None else list(map(int, one)) for one in self.ids]
-        if self.layer is None and alone:
-            self._print(self.prompts[0], None)
-        for number, step in enumerate(generate(model, self.ids, experts=self.layer is not None, **how)):
-            for row, stream in enumerate(self.streams):
-                known = None if self.layer is None else step.experts[self.layer][row].tolist()
-                if known is not None:  # the tokens that were read now have their experts
-                    read, waiting[row] = waiting[row], []
-                    for token, expert in zip(read, known[len(known) - len(read) :], strict=True):
-                        self._add(held[row], row, stream.push(token), expert, alone, new=number > 0)
-                        self.shares[expert] += 1
-                if step.tokens is None or self.ended[row]:
-                    continue
-                token = int(step.tokens[row])
-                if token == self.end_id:
-                    self.ended[row] = True
-                elif known is None:
-                    self._add(held[row], row, stream.push(token), None, alone)
-                else:
-                    waiting[row].append(token)
-            if all(self.ended):
+            stream, waiting = TextStream(self.vocabulary), list(map(int, ids))
+        for number, step in enumerate(generate(model, [ids], experts=self.layer is not None, **how)):
+            experts = [None] * len(waiting) if self.layer is None else step.experts[self.layer][0].tolist()
+            self.shares.update(expert for expert in experts if expert is not None)
+            shown = [self._print(stream.push(token), one) for token, one in zip(waiting, experts, strict=True)]
+            added += "".join(shown) if number else ""
+            waiting = [] if step.tokens is None else step.tokens.tolist()
+            if waiting == [end]:
+                waiting = []
                 break
-        for row, stream in enumerate(self.streams):
-            for token in waiting[row]:
-                self._add(held[row], row, stream.push(token), None, alone)
-            self._add(held[row], row, stream.flush(), None, alone)
-            if not alone:
-                self._print(f"[{row + 1}] " + ("" if self.layer is not None else self.prompts[row]), None)
-                for text, expert in held[row]:
-                    self._print(text, expert)
-            self._print("\n", None)
-        self._legend()
+        for token in waiting:
+            added += self._print(stream.push(token), None)
+        added += self._print(stream.flush(), None)
+        self._print("\n", None)
+        return added
 
-    def _add(
-        self, held: list[tuple[str, int | None]], row: int, text: str, expert: int | None, now: bool, new: bool = True
-    ) -> None:
-        if not text:
-            return
-        if new:
-            self.texts[row] += text
-        if now:
-            self._print(text, expert)
-        else:
-            held.append((text, expert))
-
-    def _print(self, text: str, expert: int | None) -> None:
-        text = printable(text)
+    def _print(self, text: str, expert: int | None) -> str:
+        shown = printable(text)
         if self.colours and expert is not None:
             from rich.text import Text
 
-            self.console.print(Text(text, style=colour(expert, self.experts)), end="")
+            self.console.print(Text(shown, style=colour(expert, self.experts)), end="")
         else:
-            self.console.file.write(text)
+            self.console.file.write(shown)
         self.console.file.flush()
+        return text
 
-    def _legend(self) -> None:
+    def legend(self) -> None:
         """Each expert's share of the tokens, in its colour."""
         if self.layer is None:
             return
