@@ -16,7 +16,6 @@ from pointsman_lab.registry import entries
 
 if TYPE_CHECKING:
     from pointsman_lab.progress import Stop
-    from pointsman_lab.training.config import RunConfig
     from pointsman_lab.training.run import Run
     from pointsman_lab.training.task import Task
 
@@ -57,43 +56,39 @@ def run(arguments: Sequence[str]) -> int:
     for entry in entries():
         if (code := entry.run("evaluate", flags, values, device)) is not None:
             return code
-    changes = settings_of(values, SETTINGS)
-    from pointsman_lab.training.run import load_run
-
-    with Display() as display, stop_on_signals() as stop:
-        saved = load_run(values.run, device=device, note=display.note)
-        task = saved.task(values.data, display.data)
-        record, file, _ = evaluated(saved, task, values, changes, display, stop)
-    return tell(record, file)
-
-
-def tell(record: Mapping[str, Any], file: Path) -> int:
-    """Prints the results of a record, its data or task, and where it lies."""
-    from pointsman_lab.report.results import text_of_results
-
-    print(text_of_results(record["results"]))
-    protocol = record["protocol"]
-    print(f"\n{protocol.get('data', protocol.get('task'))}\nsaved: {file}", file=sys.stderr)
-    return 0
-
-
-def settings_of(values: argparse.Namespace, allowed: Sequence[str]) -> dict[str, str]:
-    """What --set changes.
-
-    Raises:
-        RunError: a setting that is not allowed, with the nearest one.
-    """
     changes = overrides(values.set)
     for key in changes:
-        if key not in allowed:
-            raise RunError(f"pointsman evaluate: --set {key}: {did_you_mean(key, allowed)}")
-    return changes
+        if key not in SETTINGS:
+            raise RunError(f"pointsman evaluate: --set {key}: {did_you_mean(key, SETTINGS)}")
+    from pointsman_lab.finetuning.run import finetuned_task, load_finetuned
+    from pointsman_lab.report.language_table import LanguageTable
+    from pointsman_lab.report.results import text_of_results
+    from pointsman_lab.runs.record import RunRecord
+    from pointsman_lab.training.run import load_run
+
+    finetuned = (values.run / "finetune.json").is_file()
+    for flag in ("data", "set") if finetuned else ():
+        if getattr(values, flag):
+            raise RunError(f"pointsman evaluate: --{flag} has no effect on fine-tuned runs; leave it out")
+    with Display() as display, stop_on_signals() as stop:
+        saved = (load_finetuned if finetuned else load_run)(values.run, device=device, note=display.note)
+        task = finetuned_task(saved) if finetuned else saved.task(values.data, display.data)
+        record, file = evaluated(saved, task, values, changes, display, stop)
+    if finetuned and "languages" in record["results"][0]:
+        own = RunRecord(values.run, saved.config.model.router, saved.config.seed, {}, evaluation=record)
+        table = LanguageTable.of([own], f"xtreme-{task.name}", split=record["results"][0]["split"])
+        assert table is not None, "every result has languages"
+        print(table.text(), end="")
+    else:
+        print(text_of_results(record["results"]))
+    print(f"\n{record['protocol'].get('data', task.name)}\nsaved: {file}", file=sys.stderr)
+    return 0
 
 
 def evaluated(
     saved: Run, task: Task, values: argparse.Namespace, changes: Mapping[str, Any], display: Display, stop: Stop
-) -> tuple[dict[str, Any], Path, RunConfig]:
-    """The record of a task's evaluation by the flags, its file, and the settings."""
+) -> tuple[dict[str, Any], Path]:
+    """The record of a task's evaluation by the flags, and its file."""
     from pointsman._files import within, write_whole
     from pointsman.ops.kernels import using
     from pointsman_lab.evaluation.passes import EvaluationContext
@@ -116,4 +111,4 @@ def evaluated(
         for name, content in task.result_files(config).items():
             print(f"for {task.scorer}: {write_whole(within(folder, *name.split('/')), content)}", file=sys.stderr)
     file = folder / f"evaluation-{slug(task.name)}-{split}.json"
-    return record, write_whole(file, json.dumps(record, indent=2) + "\n"), config
+    return record, write_whole(file, json.dumps(record, indent=2) + "\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pointsman._errors import RunError
 from pointsman_lab.registry import TaskEntry
 
 EPILOG = """
@@ -39,24 +38,6 @@ class ClassificationEntry(TaskEntry):
         from pointsman_lab.tasks.classification.task import Classification
 
         return Classification
-
-    def run(self, command: str, flags: Any, values: Any, device: str) -> int | None:
-        if command != "evaluate" or not (values.run / "finetune.json").is_file():
-            return None
-        for flag, given in (("--set", values.set), ("--data", values.data)):
-            if given:
-                raise RunError(f"pointsman evaluate: {flag} has no effect on fine-tuned runs; leave it out")
-        from pointsman_lab.cli.evaluate import evaluated, tell
-        from pointsman_lab.cli.progress import Display, stop_on_signals
-        from pointsman_lab.finetuning.run import finetuned_task, load_finetuned
-
-        with Display() as display, stop_on_signals() as stop:
-            saved = load_finetuned(values.run, device=device, note=display.note)
-            task: Any = finetuned_task(saved)
-            task.reported = values.split or task.reported
-            task.rows(saved.config, task.reported)  # refuses a part that the task lacks
-            record, file, _ = evaluated(saved, task, values, {}, display, stop)
-        return tell(record, file)
 
 
 TASK = ClassificationEntry()

@@ -109,6 +109,8 @@ class Classification(FineTuning):
     def evaluate(
         self, model: Any, config: RunConfig, split: str, top_k: Sequence[int], context: EvaluationContext
     ) -> list[dict[str, Any]]:
+        self.rows(config, split)  # refuses a part that the task lacks
+        self.reported = split if context.final else self.reported
         return evaluate_task(
             model, self.scored(split, config), split=split, top_k=top_k, batch_size=config.eval_batch_size,
             how=context,

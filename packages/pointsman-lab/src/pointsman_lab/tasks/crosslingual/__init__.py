@@ -39,10 +39,5 @@ class CrossLingualEntry(TaskEntry):
 
         return XtremeTable.all(comparison)
 
-    def run(self, command: str, flags: Any, values: Any, device: str) -> int | None:
-        from pointsman_lab.tasks.crosslingual import cli
-
-        return cli.evaluate(values, device) if command == "evaluate" and cli.is_crosslingual_run(values.run) else None
-
 
 TASK = CrossLingualEntry()
