@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,6 @@ from pointsman.diagnostics.statistics import Fluctuation
 from pointsman.ops.kernels import using
 from pointsman.recording import record_routing
 from pointsman.routing import Routing
-from pointsman_lab.cli.options import aligned
 from pointsman_lab.cli.progress import Display, stop_on_signals
 from pointsman_lab.data.catalog import Level
 from pointsman_lab.data.streams import EvalStream
@@ -29,10 +28,11 @@ from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext
 from pointsman_lab.models.transformer_xl import TransformerXL
 from pointsman_lab.progress import Progress, Stop
 from pointsman_lab.runs.compact import write_record
-from pointsman_lab.runs.comparison import read_comparison, read_plan, saved_runs
+from pointsman_lab.runs.comparison import Comparison, read_comparison, read_plan, saved_runs
 from pointsman_lab.runs.paths import run_path, slug
+from pointsman_lab.runs.record import RunRecord
 from pointsman_lab.tasks.attacks.attacks import Attack, Attacked, attack_texts
-from pointsman_lab.tasks.attacks.table import attack_tables
+from pointsman_lab.tasks.attacks.table import AttackTable, attack_tables
 from pointsman_lab.tasks.language_modelling.evaluation import EvalProtocol, evaluate
 from pointsman_lab.tasks.language_modelling.task import corpus_of, eval_protocol
 from pointsman_lab.training.run import Run, load_run
@@ -56,8 +56,10 @@ def run_attacks(values: argparse.Namespace, device: str) -> int:
             name, asked, attacked = _asked(run, values, attacks)
             record = attacked(watch=display, stop=stop, data_progress=display.data)
             file = write_whole((values.out or values.run) / f"{name}.json", json.dumps(record, indent=2) + "\n")
-            print(result_table(record["results"]))
-            print(f"\n{record['protocol']['data']}\nsaved: {file}", file=sys.stderr)
+            read = RunRecord(values.run, run.config.model.router, run.config.seed, {})
+            alone = Comparison(values.run, {}, [read.router], [read.seed], {(read.router, read.seed): read})
+            print(AttackTable.of(alone, file.stem, [(read, record)]).text())
+            print(f"saved: {file}", file=sys.stderr)
             return 0
         paths = [run_path(values.run, router, seed) for router, seed in saved_runs(values.run, plan, display.note)]
         for place, path in enumerate(paths, 1):
@@ -92,20 +94,6 @@ def _asked(
         return run_under_attack(run, attacks, data=values.data, split=split, top_k=values.top_k, tokens=tokens, **how)
 
     return f"attacks-{values.attack}-{slug(corpus.name)}-{split}", asked, attacked
-
-
-def result_table(results: Sequence[Mapping[str, Any]]) -> str:
-    """Results on clean and attacked texts at every k."""
-    columns = sorted({row["top_k"] for row in results})
-    groups: dict[str, dict[int, float | None]] = {}
-    for row in results:
-        attack = row.get("attack")
-        name = f"{attack['kind']} {attack['rate']:g}" if attack else "clean"
-        groups.setdefault(name, {})[row["top_k"]] = row["value"]
-    lines = [[str(results[0]["metric"]).replace("_", " "), *(f"k={k}" for k in columns)]]
-    for name, of in groups.items():
-        lines.append([name, *("-" if (value := of.get(k)) is None else f"{value:.4f}" for k in columns)])
-    return aligned(lines)
 
 
 def attack_part(

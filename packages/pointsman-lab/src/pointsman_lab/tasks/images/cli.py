@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman_lab.cli.options import Parser, aligned, overrides
+from pointsman_lab.cli.options import Parser, overrides
 from pointsman_lab.cli.progress import Display, stop_on_signals
 
 
@@ -32,17 +31,19 @@ def evaluate(values: argparse.Namespace, device: str) -> int:
             )
         else:
             saved = load_run(values.run, device=device, note=display.note)
-            record, file = save_robustness(
+            _, file = save_robustness(
                 saved, asked, out=values.out, progress=display, stop=stop, predictions=bool(values.predictions)
             )
-    if read_plan(values.run) is None:
-        print(robust_table(record))
-        print(f"\n{record['protocol']['data']}\nsaved: {file}", file=sys.stderr)
-        return 0
     from pointsman_lab.cli.compare import write_page
     from pointsman_lab.runs.comparison import read_comparison
-    from pointsman_lab.tasks.images.robust_table import robust_tables
+    from pointsman_lab.runs.record import RunRecord
+    from pointsman_lab.tasks.images.robust_table import robust_tables, shifted_images, table_of
 
+    if read_plan(values.run) is None:
+        read = RunRecord(file.parent, saved.config.model.router, saved.config.seed, {})
+        print(table_of([read.router], file.stem, {(read.router, read.seed): shifted_images(read, file.stem)}).text())
+        print(f"saved: {file}", file=sys.stderr)
+        return 0
     for table in robust_tables(read_comparison(values.run)):
         if table.name == Path(asked.file).stem:
             table.write(values.out or values.run)
@@ -80,32 +81,3 @@ def finetune(flags: Parser, values: argparse.Namespace, device: str) -> int | No
     print(text_of_results(result.evaluation["results"]))
     print(f"\nrun: {result.out}", file=sys.stderr)
     return 0
-
-
-def robust_table(record: Mapping[str, Any]) -> str:
-    """The figures of one record at every k."""
-    if record["kind"] != "c":
-        names = [name for name, value in record["results"][0].items() if isinstance(value, float)]
-        shared = [name for name in ("base_rate",) if name in record]  # what an AUPR is read against
-        rows = [["k", *(name.replace("_", " ") for name in (*names, *shared))]]
-        for row in record["results"]:
-            figures = [*(row[name] for name in names), *(record[name] for name in shared)]
-            rows.append([str(row["top_k"]), *(f"{figure:.4f}" for figure in figures)])
-        return aligned(rows)
-    values = [row["top_k"] for row in record["clean"]]
-    rows = [["accuracy (%)", *(f"k={k}" for k in values)]]
-    rows.append(["clean", *(f"{100 * row['value']:.2f}" for row in record["clean"])])
-    for name in dict.fromkeys(row["corruption"] for row in record["results"]):
-        rows.append([name.replace("_", " "), *(f"{100 * mean_of(record, k, name):.2f}" for k in values)])
-    rows.append(["mean", *(f"{100 * mean_of(record, k):.2f}" for k in values)])
-    return aligned(rows)
-
-
-def mean_of(record: Mapping[str, Any], k: int, corruption: str | None = None) -> float:
-    """Mean accuracy over severities, and over corruptions unless one is named."""
-    found = [
-        row["value"]
-        for row in record["results"]
-        if row["top_k"] == k and (corruption is None or row["corruption"] == corruption)
-    ]
-    return float(sum(found) / len(found))

@@ -107,7 +107,7 @@ def robust_tables(comparison: Comparison) -> list[RobustTable]:
             for file in sorted(run.path.glob("robust-*.json")):
                 if record := shifted_images(run, file.stem):
                     found.setdefault(file.stem, {})[router, run.seed] = record
-    return [_table(comparison, name, runs) for name, runs in sorted(found.items())]
+    return [table_of(comparison.routers, name, runs) for name, runs in sorted(found.items())]
 
 
 def shifted_images(run: RunRecord, name: str) -> Record:
@@ -120,10 +120,11 @@ def shifted_images(run: RunRecord, name: str) -> Record:
     return {**record, "every_k": has_one_k(run.router)}
 
 
-def _table(comparison: Comparison, name: str, runs: Runs) -> RobustTable:
+def table_of(rows: Sequence[str], name: str, runs: Runs) -> RobustTable:
+    """The table of what `shifted_images` found, by router and seed."""
     first = next(iter(runs.values()))
     kind = str(first["kind"])
-    routers = [router for router in comparison.routers if any(own == router for own, _ in runs)]
+    routers = [router for router in rows if any(own == router for own, _ in runs)]
     asked = [k for record in runs.values() for k in record["protocol"]["top_k"]]
     values = sorted(set(asked), key=lambda k: (k != asked[0], k))  # a model without routers has one k: its figures
     grids = [_grid(kind, runs, routers, k) for k in values]

@@ -12,6 +12,8 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
+from pointsman._errors import needing
+
 Numbers = NDArray[np.float64]
 
 ALEXNET: Mapping[str, float] = MappingProxyType(
@@ -64,43 +66,22 @@ def relative_corruption_error(
     return float(np.mean(ratios)) if ratios else None
 
 
-def average_precision(scores: Numbers, positive: NDArray[np.bool_]) -> float:
-    """AUPR: sum over thresholds of (recall_n - recall_(n - 1)) precision_n; equal scores are one threshold."""
-    hits, false = _counts(scores, positive)
-    recall = hits / hits[-1]
-    precision = hits / (hits + false)
-    return float(np.sum(np.diff(np.concatenate([[0.0], recall])) * precision))
+def detection(scores: Numbers, positive: NDArray[np.bool_]) -> dict[str, float]:
+    """{"aupr", "auroc", "fpr95"}: average precision, area under the ROC curve, false positives at 95 % recall.
 
+    The last one is at the threshold whose recall is nearest to 95 %, of several the lowest, as the code of
+    natural-adv-examples takes it.
 
-def auroc(scores: Numbers, positive: NDArray[np.bool_]) -> float:
-    """Area under the ROC curve: the chance that a positive scores above a negative, ties counted half."""
-    hits, false = _counts(scores, positive)
-    recall = np.concatenate([[0.0], hits / hits[-1]])
-    fall_out = np.concatenate([[0.0], false / false[-1]])
-    return float(np.sum(np.diff(fall_out) * (recall[1:] + recall[:-1]) / 2))
-
-
-def false_positive_rate(scores: Numbers, positive: NDArray[np.bool_], recall: float = 0.95) -> float:
-    """FPR95: the share of negatives at the threshold whose recall is nearest to `recall`, of several the lowest.
-
-    So the code of natural-adv-examples takes it.
+    Raises:
+        RunError: scikit-learn is not installed.
     """
-    hits, false = _counts(scores, positive)
-    found = hits[: int(np.searchsorted(hits, hits[-1])) + 1] / hits[-1]
-    place = len(found) - 1 - int(np.argmin(np.abs(found[::-1] - recall)))
-    return float(false[place] / false[-1])
-
-
-def _counts(scores: Numbers, positive: NDArray[np.bool_]) -> tuple[Numbers, Numbers]:
-    """Positives and negatives at or above each distinct score, from the highest on."""
-    positive = np.asarray(positive, dtype=bool)
-    if not positive.any() or positive.all():
-        raise ValueError("detection needs at least one positive and one negative")
-    order = np.argsort(-scores, kind="stable")
-    ordered, found = scores[order], positive[order]
-    last = np.append(np.flatnonzero(np.diff(ordered)), len(ordered) - 1)
-    hits = np.cumsum(found, dtype=np.float64)[last]
-    return hits, last + 1 - hits
+    with needing("detection of outliers needs scikit-learn", "vision"):
+        from sklearn import metrics
+    false, found, _ = metrics.roc_curve(positive, scores, drop_intermediate=False)
+    whole = int(np.argmax(found == 1)) + 1
+    nearest = whole - 1 - int(np.argmin(np.abs(found[:whole][::-1] - 0.95)))
+    aupr, auroc = metrics.average_precision_score(positive, scores), metrics.roc_auc_score(positive, scores)
+    return {"aupr": float(aupr), "auroc": float(auroc), "fpr95": float(false[nearest])}
 
 
 def rms_calibration_error(confidence: Numbers, right: NDArray[np.bool_], size: int = 100) -> float:

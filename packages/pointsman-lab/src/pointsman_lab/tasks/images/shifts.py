@@ -28,7 +28,7 @@ from pointsman_lab.tasks.images.augment import evaluation_batches
 from pointsman_lab.tasks.images.corruptions import CORRUPTIONS
 from pointsman_lab.tasks.images.evaluation import HEADER, predictions
 from pointsman_lab.tasks.images.image_set import ImagePart
-from pointsman_lab.tasks.images.scores import auroc, average_precision, calibration, false_positive_rate
+from pointsman_lab.tasks.images.scores import calibration, detection
 from pointsman_lab.tasks.images.sources import SEVERITIES
 from pointsman_lab.tasks.images.vit import VisionTransformer
 
@@ -225,10 +225,7 @@ def on_outliers(
         frame.take("inliers", k, known, classes)
         frame.take("outliers", k, strange, classes)
         scores = np.concatenate([-seen.confidence(classes) for seen in (known, strange)])
-        results.append({
-            **_k(model, k), "aupr": average_precision(scores, positive), "auroc": auroc(scores, positive),
-            "fpr95": false_positive_rate(scores, positive),
-        })  # fmt: skip
+        results.append({**_k(model, k), **detection(scores, positive)})
     base = len(outliers) / len(positive)
     return {"inliers": len(inliers), "outliers": len(outliers), "base_rate": base, "results": results}
 
