@@ -54,7 +54,7 @@ def test_a_language_model_under_a_sweep(comparison: Path, tmp_path: Path, capsys
         assert row["attack"]["chosen"] == round(row["attack"]["rate"] * row["attack"]["candidates"])
     assert [change["attack"]["rate"] for change in record["routing"]] == [0.025, 0.1]
     shown = capsys.readouterr().out
-    assert "word 0.1" in shown
+    assert "10 % of the words become AAA" in shown
     before = file.read_text()
     assert main([*arguments, "--device", "cpu"]) == 0
     assert file.read_text() == before  # deterministic
