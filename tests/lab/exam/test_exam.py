@@ -18,9 +18,8 @@ from pointsman_lab.exam import cell as cells_module
 from pointsman_lab.exam.card import Card, write_card
 from pointsman_lab.exam.cell import chosen, fill, read_cell, variants
 from pointsman_lab.exam.exam import ALWAYS, Plan, collect, examine, written_record
-from pointsman_lab.exam.measures import adjusted_mutual_information
 from pointsman_lab.exam.registry import QUICK, TASKS, tasks
-from pointsman_lab.exam.run import rate_at, run
+from pointsman_lab.exam.run import adjusted_mutual_information, rate_at, run
 from pointsman_lab.exam.scores import accept, difference, scores
 from pointsman_lab.exam.sequences import Sources
 from pointsman_lab.exam.student import Student

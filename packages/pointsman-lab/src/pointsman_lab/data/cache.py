@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError
-from pointsman._files import open_new, parse_json, read_text, scratch_folder, sync_folder, write_synced
+from pointsman._files import parse_json, read_text, scratch_folder, sync_folder, write_synced
 from pointsman_lab.data.download import NO_SPACE
 from pointsman_lab.data.reading import BLOCK
 from pointsman_lab.data.subwords import read_vocabulary
@@ -64,46 +62,27 @@ def cached(key: str, cache: Path, build: Callable[[Write], Built]) -> Tokens:
     tokens = _open(final)
     if tokens:
         return tokens
+    made: Tokens | None = None
     try:
         with scratch_folder(root) as scratch:
-            _write(scratch, build)
+            made = _made(build)
+            _write(scratch, made)
             move_into_place(scratch, final, lambda: _open(final) is not None)
-        tokens = _open(final)
+        return _open(final) or made
     except OSError as error:
         if error.errno in NO_SPACE:
             raise RunError(f"no space left for the token cache in {root}: free some, or set XDG_CACHE_HOME") from None
         reason = error.strerror or str(error)
         warnings.warn(f"the token cache {root} cannot be used ({reason}): tokens stay in memory", stacklevel=2)
-    return tokens or _in_memory(build)
+    return made or _made(build)
 
 
-def _write(folder: Path, build: Callable[[Write], Built]) -> None:
-    files: dict[str, IO[bytes]] = {}
-    crc32: dict[str, int] = {}
-    counts: dict[str, int] = {}
-    with ExitStack() as stack:
-
-        def write(split: str, ids: IdArray) -> None:
-            if split not in files:
-                files[split] = stack.enter_context(open_new(folder / f"{split}.bin"))
-            data = _raw(ids)
-            files[split].write(data)
-            crc32[split] = zlib.crc32(data, crc32.get(split, 0))
-            counts[split] = counts.get(split, 0) + len(ids)
-
-        built = build(write)
-        for file in files.values():
-            file.flush()
-            os.fsync(file.fileno())
-    meta = {
-        "format": FORMAT,
-        "parts": {
-            split: {"tokens": counts.get(split, 0), "crc32": crc32.get(split, 0), "unknown": unknown}
-            for split, unknown in built.unknown.items()
-        },
-        "vocabulary": built.vocabulary.to_json(),
-    }
-    payload = json.dumps(meta)
+def _write(folder: Path, tokens: Tokens) -> None:
+    parts = {}
+    for split, ids in tokens.arrays.items():
+        write_synced(folder / f"{split}.bin", bytes(_raw(ids)))
+        parts[split] = {"tokens": len(ids), "crc32": tokens.crc32[split], "unknown": tokens.unknown[split]}
+    payload = json.dumps({"format": FORMAT, "parts": parts, "vocabulary": tokens.vocabulary.to_json()})
     write_synced(folder / "meta.json", f"{hashlib.sha256(payload.encode()).hexdigest()}\n{payload}\n".encode())
     sync_folder(folder)
 
@@ -162,7 +141,7 @@ def move_into_place(scratch: Path, final: Path, valid: Callable[[], bool]) -> No
     sync_folder(final.parent)
 
 
-def _in_memory(build: Callable[[Write], Built]) -> Tokens:
+def _made(build: Callable[[Write], Built]) -> Tokens:
     blocks: dict[str, list[IdArray]] = {}
     built = build(lambda split, ids: blocks.setdefault(split, []).append(ids))
     empty = np.zeros(0, dtype=built.vocabulary.dtype)

@@ -10,9 +10,8 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from pointsman_lab.tasks.crosslingual.entities import entities
 from pointsman_lab.tasks.crosslingual.formats import Pair, Question, Tagged
-from pointsman_lab.tasks.crosslingual.scores import Prediction, same_words
+from pointsman_lab.tasks.crosslingual.scores import Prediction, entities, same_words
 from pointsman_lab.tasks.crosslingual.xtreme import Item
 
 _SENTENCE = re.compile(r"[^.!?。！？।؟]+[.!?。！？।؟]*")

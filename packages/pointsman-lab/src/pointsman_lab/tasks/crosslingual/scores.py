@@ -5,20 +5,33 @@ F1 (F1, 1). Standard errors are those of 200 resamples of whole groups of items 
 passage). How often a resample has a group is Poisson(1), drawn from a hash of the group's name (the Poisson bootstrap):
 the same in every language, whatever rows that language lacks. So the error of a mean over languages is not that of
 independent items where they are translations.
+
+XTREME scores XQuAD and TyDiQA by SQuAD 1.1's rules in every language: lower case, ASCII punctuation and English
+articles removed, words at white space. MLQA is scored by its own: the punctuation of Unicode and the language's own
+articles are removed, and Chinese is split into characters.
+
+Entities follow conlleval: one starts at a B- tag, at an I- tag after O or after another type, and ends where the next
+one starts or at O. `f1_xtreme` applies the same function to bare tags, as XTREME's script for parts of speech does: the
+first letter is then read as the position in a chunk and the rest as its type, so that runs of equal tags count as one
+chunk.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+import re
+import string
+import sys
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pointsman_lab.tasks.crosslingual.answers import AnswerScore, normalized, score_answers
-from pointsman_lab.tasks.crosslingual.entities import entities, f1_xtreme
 from pointsman_lab.tasks.crosslingual.formats import Question, Tagged
 from pointsman_lab.tasks.crosslingual.xtreme import Item
 
@@ -28,6 +41,126 @@ _AT_MOST = np.cumsum([math.exp(-1) / math.factorial(times) for times in range(8)
 
 Counts = NDArray[np.float64]
 Prediction = str | Sequence[str]
+
+
+_ARTICLES = {
+    "en": r"\b(a|an|the)\b",
+    "es": r"\b(un|una|unos|unas|el|la|los|las)\b",
+    "de": r"\b(ein|eine|einen|einem|eines|einer|der|die|das|den|dem|des)\b",
+    "vi": r"\b(của|là|cái|chiếc|những)\b",
+    "ar": r"\sال^|ال",
+}
+_PUNCTUATION = {chr(code) for code in range(sys.maxunicode) if unicodedata.category(chr(code)).startswith("P")} | set(
+    string.punctuation
+)
+_BY_CHARACTER = ("zh",)
+
+
+class AnswerScore(NamedTuple):
+    """Shares from 0 to 1: answers that match exactly, and the mean F1 of their words."""
+
+    exact: float
+    f1: float
+
+
+def normalized(text: str) -> str:
+    """SQuAD 1.1's form of an answer."""
+    kept = "".join(character for character in text.lower() if character not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+
+
+def normalized_in(language: str) -> Callable[[str], list[str]]:
+    """MLQA's words of an answer in this language."""
+
+    def words(text: str) -> list[str]:
+        kept = "".join(character for character in text.lower() if character not in _PUNCTUATION)
+        if language in _ARTICLES:
+            kept = re.sub(_ARTICLES[language], " ", kept)
+        return _mixed(kept) if language in _BY_CHARACTER else kept.split()
+
+    return words
+
+
+def _mixed(text: str) -> list[str]:
+    """Chinese characters one by one, other words at white space."""
+    found: list[str] = []
+    for word in text.split():
+        found += re.findall(r"[\u4e00-\u9fa5]|[^\u4e00-\u9fa5]+", word)
+    return found
+
+
+def word_f1(given: Sequence[str], expected: Sequence[str]) -> float:
+    """F1 of two bags of words; SQuAD's: 0 where they share none."""
+    same = sum((Counter(given) & Counter(expected)).values())
+    if same == 0:
+        return 0.0
+    precision, recall = same / len(given), same / len(expected)
+    return 2 * precision * recall / (precision + recall)
+
+
+def score_answers(
+    predictions: Mapping[str, str], answers: Mapping[str, Sequence[str]], language: str | None = None
+) -> AnswerScore:
+    """The best of each question's answers counts; a missing prediction scores 0.
+
+    Args:
+        predictions: question id -> text.
+        answers: question id -> right answers.
+        language: MLQA's rules in this language; None: SQuAD's.
+    """
+    words = (lambda text: normalized(text).split()) if language is None else normalized_in(language)
+    exact = f1 = 0.0
+    for identity, right in answers.items():
+        if identity in predictions:
+            given = words(predictions[identity])
+            exact += max(given == words(answer) for answer in right)
+            f1 += max(word_f1(given, words(answer)) for answer in right)
+    count = max(1, len(answers))
+    return AnswerScore(exact / count, f1 / count)
+
+
+class Entity(NamedTuple):
+    """Words from `start` up to, not including, `end`."""
+
+    kind: str
+    start: int
+    end: int
+
+
+def entities(tags: Sequence[str]) -> list[Entity]:
+    """The entities in the tags of one sentence."""
+    found: list[Entity] = []
+    before, kind, start = "O", "", 0
+    for place, tag in enumerate([*tags, "O"]):
+        position, _, name = tag.partition("-")
+        name = name or "_"
+        other = name != kind
+        ends = before in "ES" or (before in "BI" and position in "BSO") or (before not in "O." and other)
+        starts = position in "BS" or (before in "ESO" and position in "EI") or (position not in "O." and other)
+        if ends:
+            found.append(Entity(kind, start, place))
+        if starts:
+            start = place
+        before, kind = position, name
+    return found
+
+
+def entity_counts(truth: Sequence[str], given: Sequence[str]) -> tuple[float, float]:
+    """Of micro F1: an entity counts if type and both borders are right."""
+    one, other = set(entities(truth)), set(entities(given))
+    return 2.0 * len(one & other), float(len(one) + len(other))
+
+
+def f1_xtreme(truth: Iterable[Sequence[str]], predicted: Iterable[Sequence[str]]) -> float:
+    """XTREME's F1 of parts of speech: that of entities, each tag read as a letter and a type.
+
+    As in XTREME's script the sentences are one sequence with an O between them, which decides about tags of one letter.
+    """
+    one, other = (
+        [word for tags in sentences for word in [*(f"{tag[0]}-{tag[1:]}" for tag in tags), "O"]]
+        for sentences in (truth, predicted)
+    )
+    return ratio(np.array([entity_counts(one, other)]))
 
 
 @dataclass(frozen=True)
@@ -110,12 +243,12 @@ def score(
         truth = [item.tags for item in items]  # type: ignore[union-attr]
         words = np.array([_words(one, given) for one, given in zip(truth, predictions, strict=True)])
         if name.startswith("panx"):
-            counts = np.array([_entities(one, given) for one, given in zip(truth, predictions, strict=True)])
+            counts = np.array([entity_counts(one, given) for one, given in zip(truth, predictions, strict=True)])
             new = [item.words not in seen for item in items]  # type: ignore[union-attr]
             others = {"accuracy": ratio(words), "f1_new": ratio(counts[new])}
         else:
             counts = words
-            others = {"f1_xtreme": f1_xtreme(truth, predictions).f1}
+            others = {"f1_xtreme": f1_xtreme(truth, predictions)}
     else:
         counts = np.array([(item.label == given, 1.0) for item, given in zip(items, predictions, strict=True)])  # type: ignore[union-attr]
     return Score(ratio(counts), resampled(counts, groups), others)
@@ -130,11 +263,6 @@ def _words(truth: Sequence[str], given: Prediction) -> tuple[float, float]:
     """Words without a tag ("_" of a treebank) do not count."""
     counted = [(one, other) for one, other in zip(truth, given, strict=True) if one != "_"]
     return float(sum(one == other for one, other in counted)), float(len(counted))
-
-
-def _entities(truth: Sequence[str], given: Prediction) -> tuple[float, float]:
-    one, other = set(entities(truth)), set(entities(given))
-    return 2.0 * len(one & other), float(len(one) + len(other))
 
 
 def _answers(items: Sequence[Question], given: Sequence[str], language: str | None) -> list[AnswerScore]:
