@@ -27,15 +27,14 @@ class Sections:
     """What a task adds to the page.
 
     Attributes:
-        package: whose section.html.j2 and section.js draw it.
+        package: whose section.html.j2 draws it.
         titles: (id, title) of each section.
-        values: of the template. data: for the script, as DATA.name.
+        values: of the template.
     """
 
     package: str
     titles: Sequence[tuple[str, str]]
     values: Mapping[str, Any]
-    data: Mapping[str, Any]
 
 
 def write_report(
@@ -81,8 +80,6 @@ def render(comparison: Comparison) -> str:
     table = replace(ComparisonTable.of(comparison), names={})  # renamed below, everywhere
     tasks, added = task_table.tasks(comparison), task_sections(comparison)
     data = chart_data(comparison, table) | {"tasks": task_table.charts(tasks)}
-    for each in added:
-        data |= each.data
     values = {
         **context(comparison, table, data, [title for each in added for title in each.titles]),
         "totals": [table.grid() for entry in entries() for table in entry.tables(comparison)],
@@ -92,7 +89,7 @@ def render(comparison: Comparison) -> str:
     data = renamed(data, names)
     return fill(
         "page.html.j2",
-        javascript="\n".join([asset(name) for name in SCRIPTS] + [asset("section.js", each.package) for each in added]),
+        javascript="\n".join(asset(name) for name in SCRIPTS),
         json=embed(data),
         data=data,
         added=added,

@@ -51,7 +51,6 @@ class RobustTable(Forms):
         kind: a key of `TITLES`.
         grids: one for each k, the first of the records' first.
         by_corruption: accuracy of every router at each corruption; only of kind c.
-        severities: router -> corruption ("" = mean) -> severity (0 = clean) -> accuracy over seeds; only of kind c.
         top_k: the k of the first grid.
         protocol: one line.
     """
@@ -60,7 +59,6 @@ class RobustTable(Forms):
     kind: str
     grids: Sequence[Grid]
     by_corruption: Grid | None
-    severities: Mapping[str, Mapping[str, Mapping[int, Cell]]]
     top_k: int
     protocol: str
 
@@ -128,12 +126,11 @@ def table_of(rows: Sequence[str], name: str, runs: Runs) -> RobustTable:
     asked = [k for record in runs.values() for k in record["protocol"]["top_k"]]
     values = sorted(set(asked), key=lambda k: (k != asked[0], k))  # a model without routers has one k: its figures
     grids = [_grid(kind, runs, routers, k) for k in values]
-    severities = {r: _severities(runs, r, values[0]) for r in routers} if kind == "c" else {}
     words = "; ".join(f"{key.replace('_', ' ')}: {_plain(value)}" for key, value in first["protocol"].items())
     if kind == "o":
         words += f"; outliers: {first['outlier_data']}; base rate {100 * first['base_rate']:.1f} %"
     return RobustTable(
-        name, kind, grids, _by_corruption(severities, values[0]) if kind == "c" else None, severities, values[0], words
+        name, kind, grids, _by_corruption(runs, routers, values[0]) if kind == "c" else None, values[0], words
     )
 
 
@@ -274,35 +271,13 @@ def _shown(name: str, cell: Cell) -> str:
     return cell.text(decimals, 1.0 if decimals == 3 else 100.0)
 
 
-def _severities(runs: Runs, router: str, k: int) -> dict[str, dict[int, Cell]]:
-    """Corruption ("" = mean over all) -> severity (0 = clean) -> accuracy over seeds."""
-    found: dict[str, dict[int, dict[int, list[float]]]] = {}
-    for (name, seed), record in runs.items():
-        if name != router:
-            continue
-        names = dict.fromkeys(row["corruption"] for row in record["results"])
-        for row in _at(record, k):
-            for where in ("", row["corruption"]):
-                found.setdefault(where, {}).setdefault(row["severity"], {}).setdefault(seed, []).append(row["value"])
-        for where in ("", *names):
-            clean = _field("value", "clean")(record, k)
-            if clean is not None:
-                found.setdefault(where, {}).setdefault(0, {})[seed] = [clean]
-    return {
-        where: {s: Cell({seed: statistics.fmean(v) for seed, v in of.items()}) for s, of in sorted(by.items())}
-        for where, by in found.items()
-    }
-
-
-def _by_corruption(severities: Mapping[str, Mapping[str, Mapping[int, Cell]]], k: int) -> Grid:
-    """Routers x corruptions, accuracy, mean over the five severities."""
-    names = list(dict.fromkeys(name for of in severities.values() for name in of if name))
+def _by_corruption(runs: Runs, routers: Sequence[str], k: int) -> Grid:
+    """Routers x corruptions, accuracy, mean over severities and seeds."""
+    names = list(dict.fromkeys(row["corruption"] for record in runs.values() for row in record["results"]))
     rows = []
-    for router, of in severities.items():
-        line = [router]
-        for name in names:
-            means = [cell.mean for severity, cell in of.get(name, {}).items() if severity and cell.mean is not None]
-            line.append(f"{100 * statistics.fmean(means):.1f}" if means else NONE)
-        rows.append(line)
+    for router in routers:
+        found = [row for (own, _), record in runs.items() if own == router for row in _at(record, k)]
+        means = [mean_of(row["value"] for row in found if row["corruption"] == name) for name in names]
+        rows.append([router, *(NONE if mean is None else f"{100 * mean:.1f}" for mean in means)])
     header = [f"k={k}", *(name.replace("_", " ") for name in names)]
     return Grid(header, rows, caption="Accuracy (%) by corruption, mean over five severities and seeds")

@@ -1,4 +1,4 @@
-"""The page's section on images: tables of shifted images, and accuracy against severity."""
+"""The page's section on images: tables of shifted images."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import math
 from typing import Any
 
 from pointsman._values import finite, mean_of
-from pointsman_lab.report import series
-from pointsman_lab.report.cell import Cell, squared_variation
+from pointsman_lab.report.cell import squared_variation
 from pointsman_lab.report.page import Sections
 from pointsman_lab.report.published import Column
-from pointsman_lab.report.task_table import charts
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.record import RunRecord, read_object
-from pointsman_lab.tasks.images.robust_table import RobustTable, robust_tables
+from pointsman_lab.tasks.images.robust_table import robust_tables
 
 
 def sections(comparison: Comparison) -> Sections | None:
@@ -21,7 +19,7 @@ def sections(comparison: Comparison) -> Sections | None:
     shifted = robust(comparison)
     if not shifted:
         return None
-    return Sections(__package__, [("robust", "Robustness")], {"robust": shifted}, {"robust": charts(shifted)})
+    return Sections(__package__, [("robust", "Robustness")], {"robust": shifted})
 
 
 def robust(comparison: Comparison) -> list[dict[str, Any]]:
@@ -33,35 +31,9 @@ def robust(comparison: Comparison) -> list[dict[str, Any]]:
             "grids": table.grids,
             "note": table.note,
             "by_corruption": table.by_corruption,
-            "chart": _severity_chart(table) if table.severities else None,
         }
         for i, table in enumerate(robust_tables(comparison))
     ]
-
-
-def _severity_chart(table: RobustTable) -> dict[str, Any]:
-    """Accuracy against severity of every router, for each corruption and for their mean."""
-    names = list(dict.fromkeys(name for of in table.severities.values() for name in of))
-    names.sort(key=bool)  # the mean first
-
-    def curves(name: str, *, drop: bool) -> list[dict[str, Any]]:
-        found = []
-        for router, of in table.severities.items():
-            cells = of.get(name, {})
-            start = cells.get(0, Cell({}))
-            points = [
-                point
-                for severity, cell in cells.items()
-                if (point := series.cell_point(severity, cell.minus(start) if drop else cell, 100.0))
-            ]
-            if points:
-                found.append({"name": router, "points": points})
-        return found
-
-    return {
-        "choices": [[name, name.replace("_", " ") or "mean over all"] for name in names],
-        "of": {shown: {name: curves(name, drop=shown == "drop") for name in names} for shown in ("value", "drop")},
-    }
 
 
 def published(run: RunRecord, column: Column, top_k: int | None) -> float | None:
