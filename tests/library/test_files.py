@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,15 @@ def test_what_is_written_aside_goes_through_no_link(tmp_path: Path) -> None:
     (tmp_path / f".page.html.writing-{module.owner()}").symlink_to(mine)
     write_whole(tmp_path / "page.html", "new")
     assert (mine.read_text(), (tmp_path / "page.html").read_text()) == ("kept", "new")
+
+
+def test_no_file_takes_the_place_of_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"  # as /dev/null would go, if the super-user gave it as --out
+    os.mkfifo(pipe)
+    with pytest.raises(RunError, match="no ordinary file, so nothing takes its place"):
+        write_whole(pipe, "text")
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
 
 
 def test_folders_below_a_root_stay_in_it(tmp_path: Path) -> None:

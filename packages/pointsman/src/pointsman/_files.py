@@ -215,8 +215,10 @@ def replacing(file: Path) -> Iterator[Path]:
     Both are named relative to the open folder: whatever takes its place meanwhile, nothing is written there.
 
     Raises:
-        RunError: what the disk refuses; the old content is untouched.
+        RunError: what the disk refuses, or a device or pipe there; the old content is untouched.
     """
+    if file.exists() and not file.is_file() and not file.is_dir():
+        raise RunError(f"{file}: no ordinary file, so nothing takes its place")
     with disk_errors(file, f"{file.name} was not written"):
         file.parent.mkdir(parents=True, exist_ok=True)
         for left in file.parent.glob(".*.writing-*"):
