@@ -10,11 +10,13 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
 from pointsman._errors import did_you_mean
-from pointsman.testing.trainers import check
-from pointsman.testing.trainers.case import Trainer
-from pointsman.testing.trainers.lines import LINES, Verdict
+
+if TYPE_CHECKING:
+    from pointsman.testing.trainers.case import Trainer
+    from pointsman.testing.trainers.lines import Verdict
 
 TRAINERS = {
     "loop": "loops:Loop",
@@ -50,6 +52,8 @@ def find_trainer(name: str) -> Trainer:
         ValueError: no such trainer, file or function.
         ImportError: its package is not installed.
     """
+    from pointsman.testing.trainers import check
+
     if name not in TRAINERS and ":" not in name:
         raise ValueError(f"trainer {name!r}: {did_you_mean(name, [*TRAINERS, 'FILE.py:function'])}")
     found = check.find_trainer(f"{__name__}.{TRAINERS[name]}" if name in TRAINERS else name)
@@ -72,6 +76,8 @@ def installed(name: str) -> str:
 
 def matrix(found: Mapping[tuple[str, str], Sequence[Verdict]], missing: Sequence[str]) -> str:
     """The page: a table of trainers and lines, then what was found where a line does not hold or has no meaning."""
+    from pointsman.testing.trainers.lines import LINES
+
     packages = sorted({package for name, _ in found for package in find_trainer(name).packages})
     said = textwrap.fill(", ".join(f"{package} {version(package)}" for package in packages), 119)
     marks = {True: "yes", False: "**no**", None: "-"}
