@@ -187,4 +187,14 @@ def test_schedules_of_k_against_setting_it() -> None:
     assert of["k = 1"]["mean"] == pytest.approx(change, rel=1e-4, abs=1e-6)
     assert list(of["exact"]["ks"].values())[1] == 1
     assert of["greedy"]["mean_k"] >= of["exact"]["mean_k"]
+    tried = {}
+    for ks in ((1, 1), (1, 2), (2, 1)):
+        for gate, k in zip(gates, ks, strict=True):
+            gate.module.top_k = k
+        tried[ks] = mean_of(measured(model, search))
+    for gate in gates:
+        gate.module.top_k = 2
+    assert tuple(of["exact, mean k 1.5"]["ks"].values()) == min(tried, key=tried.__getitem__)
+    assert of["greedy, mean k 1.5"]["mean_k"] <= 1.5
+    assert of["k = 2"]["share_half"] is None
     assert [gate.module.top_k for gate in gates] == [2, 2]

@@ -247,7 +247,7 @@ def test_an_uneven_model_is_verified_beside_an_even_one_and_stays_a_model(tmp_pa
     assert numbers == [4, 8]  # two groups, of two experts at least
     assert found.even is not None
     assert found.even["half"] > 0
-    assert "Experts by layer: 4, 8. Loss against 6 in every layer:" in found.markdown()
+    assert "Experts by layer: 4, 8. Loss against 6 in every layer:" in " ".join(found.markdown().split())
     audited = hf.audit(found.model, tokenizer(), texts(4), length=16, batch_size=3)
     assert [layer["num_experts"] for layer in audited.layers.values()] == numbers
     with pytest.raises(ValueError, match="it is compressed already"):

@@ -22,7 +22,8 @@ from pointsman.hf.counterpart import (
     virtual_experts_of,
     why_without,
 )
-from pointsman.hf.gates import Gate, find_gates, first_k, survey
+from pointsman.hf.gates import Gate, find_gates, survey
+from pointsman.hf.layouts import first_k
 from pointsman.routers.frame.registry import build_router
 from pointsman.routing import RoutingContext
 from tests.library.hf import zoo
@@ -305,7 +306,9 @@ def test_audit_names_router_and_shared_experts() -> None:
     assert {layer["router"] for layer in result.layers.values()} == {SPECS["deepseek_v3"]}
     assert result.findings()[0] == f"Router of 2 layers: {SPECS['deepseek_v3']}, with 1 shared expert."
     gemma = hf.audit(spread(zoo.tiny_model("gemma4")), tokenizer(), texts(1))
-    assert "a router without a counterpart here (Gemma4TextRouter normalises its input, and" in gemma.markdown()
+    assert "a router without a counterpart here (Gemma4TextRouter normalises its input, and" in " ".join(
+        gemma.markdown().split()
+    )
     assert {layer["without"] is None for layer in gemma.layers.values()} == {False}
 
 

@@ -110,7 +110,7 @@ def _quality(audit: Found) -> dict[str, Any]:
              spread(row.get("difference"), sign=True), *(spread(one) for one in of),
              *(spread(one.get("difference"), sign=True) for one in of)]
         )  # fmt: skip
-    header = ["k", "loss", "against own k", *domains, *(f"{name}: against own k" for name in domains)]
+    header = ["k", "loss", "against own k", *domains, *(f"{name}: change" for name in domains)]
     note = f"Loss in nats a text token. Differences are paired block by block, corrected for their number. {INTERVAL}"
     return {"title": "Loss at every k", "grid": Grid(header, rows), "note": note}
 
@@ -249,7 +249,8 @@ def _schedules(audit: Found) -> dict[str, Any]:
     header = ["k by layer", "mean k", "k of each layer", "searched, %", "held out, %", "within 1 %", "bytes a token"]
     note = (
         "Change of the loss against the model's own k, on the half of the text that the search read, and on the other "
-        f"half. Greedy: the cheapest step down first; exact: the best of all schedules. Bytes a token: weights in bf16 "
+        f"half. Greedy: the cheapest step down first; exact: the best of all schedules; "
+        f"mean k: the best within this budget. Bytes a token: weights in bf16 "
         f"at a batch of 1, 16 and 256, an estimate. {INTERVAL}"
     )
     return {"title": "k by layer", "grid": Grid(header, rows), "note": note}

@@ -17,8 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import PreTrainedModel
 
 from pointsman._errors import did_you_mean
-from pointsman.hf.balancing import Balancing, Place, Seat
-from pointsman.hf.bias import BIAS_RATE, Bias, biases_for, count, settle
+from pointsman.hf.balancing import BIAS_RATE, Balancing, Bias, Place, Seat, biases_for, count, settle
 from pointsman.hf.gates import candidates, no_gate, survey
 
 logger = logging.getLogger("pointsman.hf")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pointsman._errors import did_you_mean
-from pointsman._grid import Grid
+from pointsman._grid import Grid, wrapped
 from pointsman._values import check_whole
 from pointsman.control import set_top_k
 from pointsman.diagnostics import Diagnostics
@@ -25,7 +25,7 @@ from pointsman.hf.audit.run import finite
 from pointsman.hf.audit.serving import MACHINES, serving
 from pointsman.hf.audit.trials import Rows, halves, mean_of, measured, paired
 from pointsman.hf.cutting import METHODS, Keep, cut, distil, drawn, fewest, groups_of, plan
-from pointsman.hf.expert_sums import why_unreadable
+from pointsman.hf.experts import why_unreadable
 from pointsman.hf.gates import Gate, find_gates, survey
 from pointsman.hf.listen import GateListener
 from pointsman.hf.text import TEXT, Conversation, TextBatch, text_batches
@@ -105,7 +105,7 @@ class Compression:
             "", f"Cost to serve a token (estimate): experts of a layer that a batch needs, weights read in bf16, and "
             f"the time on {slowest} by roofline.",
         ]  # fmt: skip
-        return "\n".join(lines) + "\n"
+        return wrapped("\n".join(lines), 80) + "\n"
 
 
 def _spread(one: Mapping[str, Any]) -> str:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pointsman.hf.gates import Gate, distinct_table, first_k, run_gate
+from pointsman.hf.gates import Gate, distinct_table, run_gate
+from pointsman.hf.layouts import first_k
 from pointsman.hf.top_k import gate_top_k
 from pointsman.routers.frame.registry import build_router, list_routers, parse_spec
 from pointsman.routers.frame.router import Router

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pointsman.hf.audit.trials import mean_of, measured
 from pointsman.hf.counterpart import correction_bias
-from pointsman.hf.expert_sums import Observed, expert_sums
+from pointsman.hf.experts import Observed, expert_sums
 from pointsman.hf.gates import Gate, find_gates
 from pointsman.hf.listen import GateListener
 from pointsman.hf.text import TEXT, TextBatch

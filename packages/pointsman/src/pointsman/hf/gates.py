@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman.hf.forms import Form, Kind, NotAGateError, positions
-from pointsman.hf.layouts import LAYOUTS, Layout
+from pointsman.hf.layouts import LAYOUTS, Layout, arguments_of, read_output
 
 PROBE_TOKENS = 6
 NO_GATE = "{}: no gate next to experts: not a known mixture of experts"
@@ -68,49 +68,6 @@ class Gate:
     def arguments(self, tokens: int) -> list[Tensor]:
         """What its forward takes after the hidden states; token ids 0, 1, …, if it chooses by them."""
         return arguments_of(self.module, self.block, self.form, tokens)
-
-
-def first_k(module: nn.Module, block: nn.Module, form: Form) -> int:
-    """The k of a gate; 1 where neither gate nor block keeps one."""
-    layout = LAYOUTS.get(form.layout)
-    if layout is not None and layout.fixed_k is not None:
-        return layout.fixed_k
-    return next((k for one in (module, block) if isinstance(k := getattr(one, "top_k", None), int)), 1)
-
-
-def read_output(form: Form, module: nn.Module, block: nn.Module, output: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [tokens, E], weights [tokens, k] and experts [tokens, k] from the output of a gate of this form."""
-    layout = LAYOUTS.get(form.layout)
-    if layout is not None:
-        return layout.read(output, first_k(module, block, form), form.power)
-    logits, weights, experts = (output[place].flatten(0, -2) for place in (form.logits, form.weights, form.indices))
-    return logits, weights, experts
-
-
-def read_any(
-    form: Form | None, module: nn.Module, block: nn.Module, output: Any, tokens: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`read_output`, by what is returned if the form is not known.
-
-    Raises:
-        NotAGateError: no form, and the output is not that of a gate.
-    """
-    if form is not None:
-        found = read_output(form, module, block, output)
-    elif isinstance(output, tuple):
-        logits, weights, experts = (output[place] for place in positions(type(module).__name__, output, tokens))
-        found = logits, weights, experts
-    else:
-        raise NotAGateError(f"{type(module).__name__} returns {type(output).__name__}, not what it chose")
-    return tuple(one.reshape(tokens, -1) for one in found)  # type: ignore[return-value]
-
-
-def arguments_of(module: nn.Module, block: nn.Module, form: Form, tokens: int) -> list[Tensor]:
-    extras: list[Tensor] = [getattr(block, extra) for extra in form.extras]
-    if form.table:
-        table = module.get_buffer(form.table)
-        extras.append(torch.arange(tokens, device=table.device) % len(table))
-    return extras
 
 
 def owner_of(gate: nn.Module) -> str:

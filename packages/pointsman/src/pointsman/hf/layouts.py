@@ -1,4 +1,4 @@
-"""Gates that do not return logits, weights and indices: what each class returns, read and written.
+"""What gates return, read: logits, weights and indices, or what single classes return instead, also written.
 
 Shapes: N tokens, E experts, k chosen ones. A dropped assignment is expert -1 with weight 0.
 """
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pointsman.hf.forms import Kind
+from pointsman.hf.forms import Form, Kind, NotAGateError, positions
 
 Read = Callable[[Any, int, float | None], tuple[Tensor, Tensor, Tensor]]
 """(what the class returns, k, `Form.power`) -> logits [N, E], weights [N, k], experts [N, k]."""
@@ -153,3 +153,46 @@ LAYOUTS = {
     ),
 }  # fmt: skip
 """Class of the gate -> what it returns."""
+
+
+def first_k(module: nn.Module, block: nn.Module, form: Form) -> int:
+    """The k of a gate; 1 where neither gate nor block keeps one."""
+    layout = LAYOUTS.get(form.layout)
+    if layout is not None and layout.fixed_k is not None:
+        return layout.fixed_k
+    return next((k for one in (module, block) if isinstance(k := getattr(one, "top_k", None), int)), 1)
+
+
+def read_output(form: Form, module: nn.Module, block: nn.Module, output: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits [tokens, E], weights [tokens, k] and experts [tokens, k] from the output of a gate of this form."""
+    layout = LAYOUTS.get(form.layout)
+    if layout is not None:
+        return layout.read(output, first_k(module, block, form), form.power)
+    logits, weights, experts = (output[place].flatten(0, -2) for place in (form.logits, form.weights, form.indices))
+    return logits, weights, experts
+
+
+def read_any(
+    form: Form | None, module: nn.Module, block: nn.Module, output: Any, tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`read_output`, by what is returned if the form is not known.
+
+    Raises:
+        NotAGateError: no form, and the output is not that of a gate.
+    """
+    if form is not None:
+        found = read_output(form, module, block, output)
+    elif isinstance(output, tuple):
+        logits, weights, experts = (output[place] for place in positions(type(module).__name__, output, tokens))
+        found = logits, weights, experts
+    else:
+        raise NotAGateError(f"{type(module).__name__} returns {type(output).__name__}, not what it chose")
+    return tuple(one.reshape(tokens, -1) for one in found)  # type: ignore[return-value]
+
+
+def arguments_of(module: nn.Module, block: nn.Module, form: Form, tokens: int) -> list[Tensor]:
+    extras: list[Tensor] = [getattr(block, extra) for extra in form.extras]
+    if form.table:
+        table = module.get_buffer(form.table)
+        extras.append(torch.arange(tokens, device=table.device) % len(table))
+    return extras

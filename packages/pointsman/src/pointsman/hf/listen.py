@@ -17,7 +17,8 @@ from pointsman._errors import did_you_mean
 from pointsman.diagnostics import Fluctuation
 from pointsman.hf.counterpart import correction_bias
 from pointsman.hf.forms import Form, NotAGateError
-from pointsman.hf.gates import candidates, no_gate, read_any, survey
+from pointsman.hf.gates import candidates, no_gate, survey
+from pointsman.hf.layouts import read_any
 from pointsman.recording import KNOWN, Listened
 from pointsman.routing import Routing, RoutingContext
 

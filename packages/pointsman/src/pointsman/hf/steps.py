@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback
 from pointsman.control import step_end
 from pointsman.diagnostics.monitor import RoutingMonitor, scalars
 from pointsman.hf.balance import moved
-from pointsman.hf.bias import add_up
+from pointsman.hf.balancing import add_up
 
 
 class StepEnd(TrainerCallback):

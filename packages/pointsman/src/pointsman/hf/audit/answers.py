@@ -73,8 +73,14 @@ def answers(
         gained = [mine - its for mine, its in zip(reached, before, strict=True)]
         others = max(1, len(spent) - 1)
         rows.append(
-            {"top_k": k, "prompts": len(task), "reached": ratio(reached, ones), "tokens": ratio(tokens, ones),
-             "times": None if k == own else ratio(tokens, base, others),
-             "gained": None if k == own else ratio(gained, ones, others)}
+            {"top_k": k, "prompts": len(task), "reached": _spread(reached, ones), "tokens": _spread(tokens, ones),
+             "times": None if k == own else _spread(tokens, base, others),
+             "gained": None if k == own else _spread(gained, ones, others)}
         )  # fmt: skip
     return rows
+
+
+def _spread(tops: Sequence[float], bottoms: Sequence[float], comparisons: int = 1) -> dict[str, Any]:
+    """`ratio`, without an interval where no prompt differs: that would be one of width 0, whatever their number."""
+    found = ratio(tops, bottoms, comparisons)
+    return found if found["error"] else {**found, "half": None}

@@ -15,8 +15,9 @@ from pointsman.hf.audit.analyses import analysed
 from pointsman.hf.audit.answers import ANSWER_TOKENS, Prompt, answers
 from pointsman.hf.audit.blocks import mapped
 from pointsman.hf.audit.plan import routers_of, small_diagnostics, values_of_k
-from pointsman.hf.audit.result import TOLERANCE, AuditResult, Sample
+from pointsman.hf.audit.result import TOLERANCE, AuditResult
 from pointsman.hf.audit.run import AuditRun, finite
+from pointsman.hf.audit.sample import Sample
 from pointsman.hf.listen import GateListener
 from pointsman.hf.text import Conversation, TextBatch, text_batches
 

@@ -10,15 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from pointsman._files import write_whole
-from pointsman._grid import NONE, Grid
-from pointsman.diagnostics.base import join_routings, map_routing
-from pointsman.diagnostics.samples import pack
-from pointsman.hf.text import TextBatch
-from pointsman.routing import Routing
+from pointsman._grid import NONE, Grid, wrapped
+from pointsman.hf.audit.sample import Sample, explorer
 
 FORMAT = 1
 HOT = 3.0
@@ -29,38 +23,14 @@ INTERVALS = (
     "± is half of the 95 % interval over blocks of text; differences are paired block by block and corrected for their "
     "number. A difference within its interval is none."
 )
+COLUMNS = (
+    "Entropy (nats) of the gate's distribution; margin: score of the last chosen expert minus that of the next; "
+    "in use: exp of the load's entropy; hot: over three times an even share; separation: spread of the gate's inputs "
+    "within an expert's tokens over that between experts, larger is less collapsed; identity: nats that the token says "
+    "of its expert; bf16: share of tokens with other experts where the gate computes in bf16; moved: with another "
+    "first expert than in the other checkpoint."
+)
 LARGEST = 700.0  # nats; exp of a larger loss overflows a float
-POINTS = 200
-"""Tokens in the 2-D map."""
-
-
-class Sample:
-    """The first real tokens of the texts, and their routing at every k."""
-
-    def __init__(self, tokenizer: Any, tokens: int) -> None:
-        self.tokenizer, self.left = tokenizer, tokens
-        self.tokens: list[str] = []
-        self.routings: dict[int, dict[str, list[Routing]]] = {}
-        self.hidden: dict[str, list[Tensor]] = {}
-
-    def begin(self, batch: TextBatch) -> Tensor | None:
-        """[B*T] bool, the tokens of this batch to keep; None if the sample is full."""
-        if self.left <= 0:
-            return None
-        places = torch.nonzero(batch.mask.reshape(-1))[: self.left, 0]
-        self.left -= len(places)
-        self.tokens += [self.tokenizer.decode([one]) for one in batch.ids.reshape(-1)[places].tolist()]
-        return torch.zeros(batch.ids.numel(), dtype=torch.bool).index_fill_(0, places, True)
-
-    def add(self, own: bool, layer: str, routing: Routing, hidden: Tensor, kept: Tensor) -> None:
-        """Keeps the routing of the tokens `kept`; at the model's own k also the gate's input for the first ones."""
-        kept = kept.to(hidden.device)
-        k = routing.experts.shape[-1]
-        of_layer = self.routings.setdefault(k, {}).setdefault(layer, [])
-        of_layer.append(map_routing(routing, lambda tensor: tensor[kept].cpu()))
-        if own:
-            count = sum(len(rows) for rows in self.hidden.get(layer, []))
-            self.hidden.setdefault(layer, []).append(hidden[kept][: POINTS - count].half().cpu())
 
 
 @dataclass
@@ -213,14 +183,14 @@ class AuditResult:
         lines += [Grid(header, rows, code=False).markdown(), "", INTERVALS, ""]
         if told := self.analyses.get("answers"):
             rows = [
-                [f"{one['top_k']}", plus_minus(one["reached"]["mean"], one["reached"]["half"], 3),
+                [f"{one['top_k']}", f"{round(one['reached']['mean'] * one['prompts'])} of {one['prompts']}",
                  plus_minus(one["tokens"]["mean"], one["tokens"]["half"], 1),
                  NONE if one["times"] is None else plus_minus(one["times"]["mean"], one["times"]["half"], 2)]
                 for one in told
             ]  # fmt: skip
             lines += [Grid(["k", "answers", "tokens a prompt", "times own k"], rows, code=False).markdown(), ""]
-            lines += [f"{told[0]['prompts']} prompts; ± is over prompts.", ""]
-        columns = "layer, entropy, margin, effective experts, dead, hot, RC, I(expert; token), bf16, fluctuation"
+            lines += ["Tokens until the answer, or until the text ends; ± is over prompts.", ""]
+        columns = "layer, entropy, margin, in use, dead, hot, separation, identity, bf16, moved"
         rows = []
         for name, layer in self.layers.items():
             load = layer["load"]
@@ -231,15 +201,15 @@ class AuditResult:
                 f"{_shown(load['effective'], 1)} of {layer['num_experts']}",
                 str(len(load["dead"])),
                 str(len(self.hot().get(name, []))),
-                _shown(layer.get("collapse", {}).get("value")),
+                _shown(layer.get("collapse", {}).get("value"), 1),
                 _shown(layer.get("specialisation", {}).get("corrected")),
                 _shown(layer.get("bfloat16", {}).get("sets"), 4),
                 _shown(layer.get("fluctuation", {}).get("top1"), 4),
             ]
             rows.append(cells)
-        lines.append(Grid(columns.split(", "), rows).markdown())
+        lines += [Grid(columns.split(", "), rows, code=False).without_empty_columns().markdown(), "", COLUMNS]
         lines += ["", *(f"- {note}" for note in self.notes)] if self.notes else []
-        return "\n".join(lines) + "\n"
+        return wrapped("\n".join(lines), 80) + "\n"
 
     def save(self, directory: str | Path, data: str = "texts", command: str | None = None) -> Path:
         """Writes audit.json, audit.md and the files of a run directory that `pointsman report` reads.
@@ -278,7 +248,7 @@ class AuditResult:
             "config.json": config,
             "evaluation.json": {"format": 1, "protocol": dict(self.protocol), "results": results},
             "diagnostics.json": {"format": 1, **diagnostics},
-            "explorer.json": self._explorer(),
+            "explorer.json": explorer(self.sample, self.model, self.layers, self.top_k),
         }
         for name, value in files.items():
             if value is None:
@@ -287,38 +257,6 @@ class AuditResult:
                 write_whole(folder / name, json.dumps(value, allow_nan=False) + "\n")
         write_whole(folder / "audit.md", self.markdown())
         return folder
-
-    def _explorer(self) -> dict[str, Any] | None:
-        """The sample in the format of the report's explorer; None without a sample or if layers differ in size."""
-        sample = self.sample
-        if sample is None or not sample.tokens or len({layer["num_experts"] for layer in self.layers.values()}) != 1:
-            return None
-
-        samples = {k: {layer: join_routings(each) for layer, each in of.items()} for k, of in sample.routings.items()}
-        own = self.top_k if self.top_k in samples else min(samples)
-        sizes = {k: {name: len(routing.experts) for name, routing in of.items()} for k, of in samples.items()}
-        complete = {k: layers for k, layers in samples.items() if sizes[k] == sizes[own]}
-        return pack(complete, sample.tokens) | {
-            "checkpoint": self.model,
-            "split": "test",
-            "level": "piece",
-            "map": _map(sample, own),
-            "history": {"top_k": own, "checkpoints": []},
-        }
-
-
-def _map(sample: Sample, top_k: int | None) -> dict[str, Any]:
-    """2-D positions, from 0 to 1000, of the gates' inputs for the first tokens (PCA)."""
-    layers = {}
-    count = 0
-    for layer, parts in sample.hidden.items():
-        hidden = torch.cat(parts)[:POINTS].double().nan_to_num(0, 0, 0)
-        hidden = hidden - hidden.mean(0)
-        flat = hidden @ torch.linalg.svd(hidden, full_matrices=False).Vh[:2].t()
-        low, span = flat.min(0).values, float((flat.max(0).values - flat.min(0).values).max()) or 1.0
-        layers[layer] = [[round(1000 * value) for value in column] for column in ((flat - low) / span).t().tolist()]
-        count = len(hidden)
-    return {"top_k": top_k, "method": "pca", "indices": list(range(count)), "layers": layers}
 
 
 def _most(row: Mapping[str, Any]) -> float | None:

@@ -15,7 +15,8 @@ from pointsman.control import set_top_k
 from pointsman.diagnostics import Diagnostics, Fluctuation
 from pointsman.diagnostics.base import map_routing, number
 from pointsman.hf.audit.blocks import Blocks, row_losses
-from pointsman.hf.audit.result import LARGEST, AuditResult, Sample
+from pointsman.hf.audit.result import LARGEST, AuditResult
+from pointsman.hf.audit.sample import Sample
 from pointsman.hf.listen import GateListener
 from pointsman.hf.text import KINDS, TEXT, TextBatch, refuse_unknown_tokens
 from pointsman.routing import Routing

@@ -14,9 +14,9 @@ MACHINES = {
     "H100 SXM": (3.35e12, 989e12),
     "A100 80 GB": (2.04e12, 312e12),
     "RTX 4090": (1.01e12, 165e12),
-    "2 channels of DDR5-5600": (89.6e9, 1.5e12),
+    "DDR5-5600 x 2": (89.6e9, 1.5e12),
 }
-"""Bytes and bf16 operations a second, as the makers state them (the last one: of an eight-core CPU)."""
+"""Bytes and bf16 operations a second, as the makers state them; the last: two channels, eight cores."""
 BATCHES = (1, 16, 256)
 DTYPES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import product
+from itertools import pairwise, product
+from statistics import mean
 from typing import Any
 
 from torch import nn
 
 from pointsman.hf.audit.blocks import row_losses
-from pointsman.hf.expert_sums import expert_sums, why_unreadable, without_expert
+from pointsman.hf.experts import expert_sums, why_unreadable, without_expert
 from pointsman.hf.gates import Gate
 from pointsman.hf.text import TEXT, TextBatch
 from pointsman.hf.top_k import TopKField, gate_top_k
@@ -106,7 +107,8 @@ def schedules(
     """Schedules of k by layer with the fewest experts whose loss stays within `margin`, beside one k for all layers.
 
     Greedy: the layer in which one step down costs least on the first half goes down, while the loss there stays within
-    the margin. Exact: of all schedules, where there are at most `EXACT`. Every one is then measured on the other half.
+    the margin; for a budget, until the mean k is within it, midway between two values of k. Exact: of all schedules,
+    where there are at most `EXACT`. Every one is then measured on the other half.
 
     Returns:
         Rows of {"kind", "ks" by layer, "mean_k", "searched" (rise on the first half, a share of the loss), the paired
@@ -133,32 +135,40 @@ def schedules(
 
     allowed = loss(own) * (1 + margin)
     found: dict[str, tuple[int, ...]] = {f"k = {k}": (k,) * len(own) for k in levels}
-    found["greedy"] = _greedy(own, levels, loss, allowed)
-    if len(levels) ** len(own) <= EXACT:
-        within = [one for one in product(levels, repeat=len(own)) if loss(one) <= allowed]
+    found["greedy"] = _greedy(own, levels, loss, allowed, 0.0)
+    every = list(product(levels, repeat=len(own))) if len(levels) ** len(own) <= EXACT else []
+    if every:
+        within = [one for one in every if loss(one) <= allowed]
         found["exact"] = min(within, key=lambda one: (sum(one), loss(one)), default=tuple(own))
+    for budget in [(low + high) / 2 for low, high in pairwise(levels)]:
+        found[f"greedy, mean k {budget:g}"] = _greedy(own, levels, loss, float("inf"), budget)
+        if every:
+            found[f"exact, mean k {budget:g}"] = min((one for one in every if mean(one) <= budget), key=loss)
     base = measured(model, held_out)
     scale = mean_of(base)
     rows = []
     for kind, chosen in found.items():
         with _schedule(fields, chosen):
             rise = paired(measured(model, held_out), base, len(found))
-        searched, mean, half = loss(chosen) / loss(own) - 1, rise["mean"], rise["half"]
+        searched, change, half = loss(chosen) / loss(own) - 1, rise["mean"], rise["half"]
         kept = None
         if half is not None:
-            kept = True if mean + half <= margin * scale else False if mean - half > margin * scale else None
+            kept = True if change + half <= margin * scale else False if change - half > margin * scale else None
         same = list(chosen) == own
         names = {gate.layer: k for gate, k in zip(gates, chosen, strict=True)}
         rows.append(
-            {"kind": kind, "ks": names, "mean_k": sum(chosen) / len(chosen), "searched": searched, **rise,
-             "share": mean / scale, "share_half": None if half is None else half / scale,
+            {"kind": kind, "ks": names, "mean_k": mean(chosen), "searched": searched, **rise,
+             "share": change / scale, "share_half": None if half is None or same else half / scale,
              "kept": True if same else kept}
         )  # fmt: skip
     return rows, None
 
 
-def _greedy(own: Sequence[int], levels: Sequence[int], loss: Any, allowed: float) -> tuple[int, ...]:
-    """Each layer's rise is measured alone, once for each level; the steps go in the order of rise a saved expert."""
+def _greedy(own: Sequence[int], levels: Sequence[int], loss: Any, allowed: float, budget: float) -> tuple[int, ...]:
+    """Each layer's rise is measured alone, once for each level; the steps go in the order of rise a saved expert.
+
+    They stop where the mean k is within the budget, or where none keeps the loss within what is allowed.
+    """
     rise: Mapping[tuple[int, int], float] = {
         (layer, k): loss([*own[:layer], k, *own[layer + 1 :]])
         for layer in range(len(own))
@@ -172,7 +182,7 @@ def _greedy(own: Sequence[int], levels: Sequence[int], loss: Any, allowed: float
             lower = [one for one in levels if one < k]
             if lower and layer not in stuck:
                 steps.append(((rise[layer, lower[-1]] - rise[layer, k]) / (k - lower[-1]), layer, lower[-1]))
-        if not steps:
+        if not steps or mean(now) <= budget:
             return tuple(now)
         _, layer, k = min(steps)
         tried = [*now[:layer], k, *now[layer + 1 :]]

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from pointsman.hf.counterpart import correction_bias
 from pointsman.hf.forms import Form
-from pointsman.hf.gates import Gate, first_k, no_gate, survey
-from pointsman.hf.layouts import LAYOUTS
+from pointsman.hf.gates import Gate, no_gate, survey
+from pointsman.hf.layouts import LAYOUTS, first_k
 from pointsman.hf.surgery.attention import check_implementation, find_attention, trace
 from pointsman.hf.surgery.checks import assigned, check
 from pointsman.hf.surgery.notes import (

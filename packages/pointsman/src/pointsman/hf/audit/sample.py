@@ -1,0 +1,79 @@
+"""The first tokens of an audit's text, for the report's explorer: their routing at every k, and a map of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pointsman.diagnostics.base import join_routings, map_routing
+from pointsman.diagnostics.samples import pack
+from pointsman.hf.text import TextBatch
+from pointsman.routing import Routing
+
+POINTS = 200
+"""Tokens in the 2-D map."""
+
+
+class Sample:
+    """The first real tokens of the texts, and their routing at every k."""
+
+    def __init__(self, tokenizer: Any, tokens: int) -> None:
+        self.tokenizer, self.left = tokenizer, tokens
+        self.tokens: list[str] = []
+        self.routings: dict[int, dict[str, list[Routing]]] = {}
+        self.hidden: dict[str, list[Tensor]] = {}
+
+    def begin(self, batch: TextBatch) -> Tensor | None:
+        """[B*T] bool, the tokens of this batch to keep; None if the sample is full."""
+        if self.left <= 0:
+            return None
+        places = torch.nonzero(batch.mask.reshape(-1))[: self.left, 0]
+        self.left -= len(places)
+        self.tokens += [self.tokenizer.decode([one]) for one in batch.ids.reshape(-1)[places].tolist()]
+        return torch.zeros(batch.ids.numel(), dtype=torch.bool).index_fill_(0, places, True)
+
+    def add(self, own: bool, layer: str, routing: Routing, hidden: Tensor, kept: Tensor) -> None:
+        """Keeps the routing of the tokens `kept`; at the model's own k also the gate's input for the first ones."""
+        kept = kept.to(hidden.device)
+        k = routing.experts.shape[-1]
+        of_layer = self.routings.setdefault(k, {}).setdefault(layer, [])
+        of_layer.append(map_routing(routing, lambda tensor: tensor[kept].cpu()))
+        if own:
+            count = sum(len(rows) for rows in self.hidden.get(layer, []))
+            self.hidden.setdefault(layer, []).append(hidden[kept][: POINTS - count].half().cpu())
+
+
+def explorer(
+    sample: Sample | None, model: str, layers: Mapping[str, Mapping[str, Any]], top_k: int | None
+) -> dict[str, Any] | None:
+    """The sample in the format of the report's explorer; None without a sample or if layers differ in size."""
+    if sample is None or not sample.tokens or len({layer["num_experts"] for layer in layers.values()}) != 1:
+        return None
+    samples = {k: {layer: join_routings(each) for layer, each in of.items()} for k, of in sample.routings.items()}
+    own = top_k if top_k in samples else min(samples)
+    sizes = {k: {name: len(routing.experts) for name, routing in of.items()} for k, of in samples.items()}
+    complete = {k: of for k, of in samples.items() if sizes[k] == sizes[own]}
+    return pack(complete, sample.tokens) | {
+        "checkpoint": model,
+        "split": "test",
+        "level": "piece",
+        "map": _map(sample, own),
+        "history": {"top_k": own, "checkpoints": []},
+    }
+
+
+def _map(sample: Sample, top_k: int | None) -> dict[str, Any]:
+    """2-D positions, from 0 to 1000, of the gates' inputs for the first tokens (PCA)."""
+    layers = {}
+    count = 0
+    for layer, parts in sample.hidden.items():
+        hidden = torch.cat(parts)[:POINTS].double().nan_to_num(0, 0, 0)
+        hidden = hidden - hidden.mean(0)
+        flat = hidden @ torch.linalg.svd(hidden, full_matrices=False).Vh[:2].t()
+        low, span = flat.min(0).values, float((flat.max(0).values - flat.min(0).values).max()) or 1.0
+        layers[layer] = [[round(1000 * value) for value in column] for column in ((flat - low) / span).t().tolist()]
+        count = len(hidden)
+    return {"top_k": top_k, "method": "pca", "indices": list(range(count)), "layers": layers}
