@@ -18,7 +18,7 @@ from pointsman._grid import NONE, Grid
 from pointsman._shapes import check_shape
 from pointsman_lab.report.cell import LEAST_SEEDS
 from pointsman_lab.report.tables import ComparisonTable
-from pointsman_lab.runs.comparison import Comparison, read_comparison
+from pointsman_lab.runs.comparison import Comparison, read_comparison, read_plan
 from pointsman_lab.runs.paths import COMPARISON
 from tools.results.claims_file import CLAIMS, Claim, Family, read_claims
 from tools.results.inference import Judged, Prior, judge
@@ -66,7 +66,8 @@ class Tested:
     @property
     def figure(self) -> str:
         """`-0.123 ± 0.045 bits`: the mean and half of its 95 % interval, that of this comparison alone."""
-        if not self.values:
+        unseen = self.judged is None and self.seeds > LEAST_SEEDS
+        if not self.values or unseen:  # nobody looks at a primary family before all of its seeds are there
             return NONE
         return f"{interval(self.values, self.judged)} {self.unit}".strip()
 
@@ -85,7 +86,7 @@ class Tested:
         """The same against the control: a figure, which is no test of the claim."""
         if self.control is None:
             return NONE
-        if len(self.control) < LEAST_SEEDS:
+        if len(self.control) < (self.seeds if self.judged is None else LEAST_SEEDS):
             return f"`{self.claim.control}`: not run"
         return f"{interval(self.control)} against `{self.claim.control}`"
 
@@ -118,6 +119,8 @@ class Page:
         """
         commands, families, claims = read_claims(folder / CLAIMS)
         grids = {name: read_comparison(folder / name) for name in commands if (folder / name / COMPARISON).is_file()}
+        specs = {name: tuned_rows(folder / name) for name in grids}
+        claims = [tuned_claim(one, specs.get(one.grid, {})) for one in claims]
         tested = [
             Tested(
                 one,
@@ -166,6 +169,11 @@ class Page:
                              labels=len(HEADER)).markdown()  # fmt: skip
                 lines += [f"### {aspect[0].upper()}{aspect[1:]}", "", table, ""]
         return "\n".join(lines)
+
+    def seeds_of(self, family: str) -> int:
+        """How many seeds each row of a primary family needs before anything of its grid is shown; else 0."""
+        found = self.families.get(family)
+        return found.seeds if found and found.kind == "primary" else 0
 
     def shown_commands(self, grid: str) -> list[str]:
         """The commands that make a grid, with the rows that claims and trends name."""
@@ -241,6 +249,18 @@ def values_of(claim: Claim, other: str, grids: Mapping[str, Comparison]) -> list
     one = claim.measured.of(comparison, claim.row)
     two = replace(claim.measured, k=claim.base_k or claim.k).of(comparison, other)
     return [one[seed] - two[seed] for seed in sorted(one.keys() & two.keys())]
+
+
+def tuned_rows(folder: Path) -> dict[str, str]:
+    """Row as it was asked for -> its spec in the grid, where `compare --tune` chose the router's own rate."""
+    plan = read_plan(folder) or {}
+    return {str(one["row"]): spec for spec, one in plan.get("tuned", {}).items() if "row" in one}
+
+
+def tuned_claim(claim: Claim, specs: Mapping[str, str]) -> Claim:
+    """The claim with the rows of its grid in place of those that were asked for."""
+    row, base, control = (specs.get(name, name) for name in (claim.row, claim.base, claim.control))
+    return replace(claim, row=row, base=base, control=control)
 
 
 def check_cost(claim: Claim, grid: Comparison | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from pointsman._files import write_whole
 from pointsman._grid import Grid, wrapped
 from pointsman_lab.registry import entries
-from pointsman_lab.report.cell import Cell
+from pointsman_lab.report.cell import LEAST_SEEDS, Cell
 from pointsman_lab.report.forms import Forms, joined
 from pointsman_lab.report.language_table import LanguageTable
 from pointsman_lab.report.results import Differences, tables_of
@@ -46,8 +46,10 @@ class Pages:
             if not (self.records / name).is_dir():
                 continue
             comparison = read_comparison(self.records / name)
-            seeds = max(len(comparison.of(router)) for router in comparison.routers)
-            rows = [f"[{name}]({name}.md)", grid.get("about", ""), str(len(comparison.routers)), str(seeds)]
+            seeds = [len(comparison.of(router)) for router in comparison.routers]
+            if min(seeds) < self.claims.seeds_of(grid.get("family", "")):  # nobody looks before all of them are there
+                continue
+            rows = [f"[{name}]({name}.md)", grid.get("about", ""), str(len(comparison.routers)), str(max(seeds))]
             lines.append(rows)
             print(write_whole(folder / f"{name}.md", self.grid(name, grid.get("about", ""), comparison)))
         grids = Grid(("grid", "what", "rows", "seeds"), lines, code=False, labels=2)
@@ -81,7 +83,7 @@ class Pages:
             of = [one for one in self.claims.tested if one.claim.question == question["name"]]
             answers = Grid(
                 ("claim", "grid", "difference", "control", "verdict"),
-                [_answer(one) for one in of],
+                [_answer(one, self.records / one.claim.grid) for one in of],
                 code=False,
                 labels=5,
             )
@@ -91,8 +93,9 @@ class Pages:
         return joined(*(part.strip() for part in parts))
 
 
-def _answer(one: Tested) -> Sequence[str]:
-    where = f"[{one.claim.grid}]({one.claim.grid}.md)"
+def _answer(one: Tested, grid: Path) -> Sequence[str]:
+    shown = one.judged is not None or (grid.is_dir() and one.seeds <= LEAST_SEEDS)
+    where = f"[{one.claim.grid}]({one.claim.grid}.md)" if shown else one.claim.grid
     return one.claim.claim, where, one.figure, one.against_control, f"**{one.verdict}**"
 
 

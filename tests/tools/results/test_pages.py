@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -65,3 +66,25 @@ def test_a_grid_and_the_index_of_a_folder(tmp_path: Path) -> None:
     assert "behind less" not in index
     assert "| [tiny](tiny.md) | A tiny grid. | 5 | 3 |" in index
     assert {file.name for file in pages.iterdir()} == {"tiny.md", "index.md"}, "the other grids are not there"
+
+
+def test_of_a_primary_grid_nothing_is_shown_before_all_seeds(tmp_path: Path) -> None:
+    folder, pages = invented(tmp_path), tmp_path / "pages"
+    pages.mkdir()
+    family = '[families.main]\nkind = "primary"\nseeds = 12\n'
+    text = QUESTION + family + PAGE.replace("[grids.tiny]", '[grids.tiny]\nfamily = "main"')
+    (folder / CLAIMS).write_text(text + claim("ahead", question="first", control="behind"))
+    Pages(folder, Page.read(folder)).write(pages)
+    index = (pages / "index.md").read_text()
+    assert "| ahead less | tiny | - | `behind`: not run | **not run (3 of 12 seeds)** |" in index
+    assert not (pages / "tiny.md").exists()
+
+
+def test_claims_find_the_rows_whose_rate_was_tuned(tmp_path: Path) -> None:
+    folder = invented(tmp_path)
+    file = folder / "tiny" / "comparison.json"
+    plan = json.loads(file.read_text())
+    file.write_text(json.dumps({**plan, "tuned": {"ahead": {"row": "asked", "learning_rate": "0.001"}}}))
+    (folder / CLAIMS).write_text(PAGE + claim("asked"))
+    [one] = Page.read(folder).tested
+    assert (one.claim.row, one.verdict) == ("ahead", "holds")
