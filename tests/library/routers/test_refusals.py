@@ -84,7 +84,12 @@ MISTAKES = {
     "smoe@xmoe@base": "at most one choice",
     "similarity@smoe": "'similarity' is a mixer",
     "dense@smoe": "has no router and takes no options",
-    "smoe@similarity": "unknown router 'similarity'",
+    "smoe@similarity": "'similarity' is a mixer; put it behind",
+    "smoe+loss-free": "'loss-free' is a router; what follows",
+    "smoe@dense": "'dense' has no router",
+    "smoe@": "a name is missing",
+    "@smoe": "a name is missing",
+    "smoe+": "a name is missing",
 }
 
 

@@ -66,7 +66,7 @@ def listing() -> str:
     def lines(names: Sequence[str], prefix: str = "") -> list[str]:
         return [f"  {prefix + name:<20} {entry(name).summary.splitlines()[0]}" for name in names]
 
-    mixers = ["mixers, on any router: ROUTER+MIXER", *lines(list_mixers(), "+")]
+    mixers = ["mixers, on any router that chooses by its scores: ROUTER+MIXER", *lines(list_mixers(), "+")]
     baselines = ["baselines without a router", *(f"  {name:<20} {text}" for name, text in BASELINES.items())]
     spec = (
         "a spec: scores[:option=value]*[@choice[:option=value]*][+mixer[:option=value]*]; A@B scores as A, chooses as B"

@@ -75,15 +75,21 @@ def parse_spec(spec: str) -> ParsedSpec:
     name, options = parsed_part(pair[0], spec)
     mixer, mixer_options = parsed_part(parts[1], spec) if len(parts) == 2 else (None, {})
     choice, choice_options = parsed_part(pair[1], spec) if len(pair) == 2 else (None, {})
-    if name in MIXERS:
-        if mixer is not None or choice is not None:
-            raise ValueError(f"router spec {spec!r}: {name!r} is a mixer; put it behind '+'")
+    if "" in (name, mixer, choice):
+        raise ValueError(f"router spec {spec!r}: a name is missing, before or after '@' or '+'")
+    if name in MIXERS and mixer is None and choice is None:
         name, options, mixer, mixer_options = "smoe", {}, name, options
-    elif mixer is not None and mixer not in MIXERS:
+    for one in (name, choice):
+        if one in MIXERS:
+            raise ValueError(f"router spec {spec!r}: {one!r} is a mixer; put it behind '+'")
+    if mixer in ROUTERS:
+        raise ValueError(f"router spec {spec!r}: {mixer!r} is a router; what follows '+' is a mixer, '@' a choice")
+    if mixer is not None and mixer not in MIXERS:
         raise ValueError(f"router spec {spec!r}: unknown mixer {mixer!r}: {did_you_mean(mixer, MIXERS)}")
-    if name in BASELINES:
+    if name in BASELINES or choice in BASELINES:
         if options or mixer or choice:
-            raise ValueError(f"router spec {spec!r}: {name!r} has no router and takes no options")
+            one = name if name in BASELINES else choice
+            raise ValueError(f"router spec {spec!r}: {one!r} has no router and takes no options")
         return ParsedSpec(name, {})
     for one in (name, choice):
         if one is not None and one not in ROUTERS:
