@@ -165,7 +165,7 @@ OPENED_ELSEWHERE = {
     "training.checkpoint": "a checked file of a checkpoint; the reader bounds the header",
     "runs.environment": "the system's list of processors",
     "exam.exam": "the package's own record",
-    "report.html": "the package's own page",
+    "report.forms": "the package's own page",
     "report.published": "the package's own tables",
     "planning": "the package's own table of models",
     "training.config": "a copy of what was just written as JSON",

@@ -13,7 +13,7 @@ from pointsman_lab.registry import entries
 from pointsman_lab.report.cell import LEAST_SEEDS, Cell
 from pointsman_lab.report.forms import Forms, joined
 from pointsman_lab.report.language_table import LanguageTable
-from pointsman_lab.report.results import Differences, tables_of
+from pointsman_lab.report.results import tables_of
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.report.task_table import TaskTable, finetunings, variants
 from pointsman_lab.runs.comparison import Comparison, read_comparison
@@ -56,9 +56,9 @@ class Pages:
         print(write_whole(folder / "index.md", wrapped(self.index(values, grids))))
 
     def grid(self, name: str, about: str, comparison: Comparison) -> str:
-        """Command, quality, paired differences, loads, diagnoses, and what else was evaluated."""
+        """Command, quality with paired differences, loads, diagnoses, and what else was evaluated."""
         table = ComparisonTable.of(comparison)
-        forms: list[Forms] = [table, Differences(table)]
+        forms: list[Forms] = [table]
         runs = [run for router in comparison.routers for run in comparison.of(router)]
         forms += [one for one in [LanguageTable.of(runs, "languages")] if one]
         for task in variants(comparison):

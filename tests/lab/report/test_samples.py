@@ -16,7 +16,7 @@ import torch
 from pointsman.diagnostics.samples import most_taken, pack
 from pointsman.routing import Routing
 from pointsman_lab.data.vocabulary import Vocabulary
-from pointsman_lab.report import explorer, write_report
+from pointsman_lab.report import inside, write_report
 from pointsman_lab.report.samples import collect_all, collect_samples, display_tokens, pca
 from pointsman_lab.runs.comparison import read_comparison
 from pointsman_lab.tasks.language_modelling.task import corpus_of
@@ -72,22 +72,22 @@ def test_tokens_without_an_expert(experts: int, none: int) -> None:
     sample = pack(seen, ["a"] * 40)
     _, first, chosen = unpacked(sample, 1, "layers.0")
     assert (first[5], chosen[5].any(), chosen[6].sum()) == (none, False, 1)
-    shown = explorer._first_at({**sample, "map": {"top_k": 1, "indices": [5, 6]}})
+    shown = inside._first_at({**sample, "map": {"top_k": 1, "indices": [5, 6]}})
     assert shown["layers.0"] == [None, experts - 1]
 
 
 def test_a_foreign_sample_is_none_of_ours() -> None:
     whole = {**pack(made_up(), ["a"] * 40), "map": {"top_k": 1, "indices": []}}
-    assert explorer.readable(whole)
-    assert not explorer.readable({**whole, "format": 2})
-    assert not explorer.readable({key: value for key, value in whole.items() if key != "routing"})
-    assert not explorer.readable({})
+    assert inside.readable(whole)
+    assert not inside.readable({**whole, "format": 2})
+    assert not inside.readable({key: value for key, value in whole.items() if key != "routing"})
+    assert not inside.readable({})
 
 
 @pytest.mark.parametrize("experts", [11, 300])
 def test_cutting_keeps_the_first_tokens(experts: int) -> None:
     sample = {**pack(made_up(experts=experts), list("abcdefgh" * 5)), "seed": 0}
-    cut = {**sample, "tokens": sample["tokens"][:13], "routing": explorer._cut(sample, 13)}
+    cut = {**sample, "tokens": sample["tokens"][:13], "routing": inside._cut(sample, 13)}
     for k in (1, 3):
         for whole, part in zip(unpacked(sample, k, "layers.2"), unpacked(cut, k, "layers.2"), strict=True):
             assert np.array_equal(whole[:13], part)

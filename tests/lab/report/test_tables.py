@@ -61,7 +61,7 @@ def test_mean_spread_and_missing_cells(tmp_path: Path) -> None:
     assert table.best(1) == table.best(2) == set(), "one seed tells nothing apart"
     for shown in (table.text(), table.csv(), table.markdown(), table.latex()):
         assert "nan" not in shown
-        assert "None" not in shown
+        assert "None" not in shown.replace("None has three", "")
 
 
 def test_differences_pair_seeds(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_csv_reads_back(tmp_path: Path) -> None:
 
 def test_markdown_and_latex_escape(tmp_path: Path) -> None:
     table = ComparisonTable.read(hand_made(tmp_path / "c"))
-    lines = table.markdown().splitlines()
+    lines = table.grid().markdown().splitlines()
     assert lines[3].startswith(r"| `hyper_x\|a&b` | 1.900 | - |")
     unescaped = [len(re.findall(r"(?<!\\)\|", line)) for line in lines[:4]]
     assert len(set(unescaped)) == 1

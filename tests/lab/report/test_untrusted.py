@@ -21,7 +21,7 @@ from pointsman._errors import RunError
 from pointsman._grid import Grid
 from pointsman_lab.cli.main import main
 from pointsman_lab.data.subwords import Subwords
-from pointsman_lab.report.explorer import readable
+from pointsman_lab.report.inside import readable
 from pointsman_lab.report.page import write_report
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.checkpoints import CheckpointError

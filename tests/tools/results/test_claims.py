@@ -11,7 +11,7 @@ import pytest
 from pointsman._errors import RunError
 from pointsman.intervals import student_cdf, student_quantile
 from pointsman_lab.report.cell import Paired
-from pointsman_lab.report.results import COLUMNS, Differences, load_comparison, write_results
+from pointsman_lab.report.results import COLUMNS, load_comparison, write_results
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import read_comparison
 from pointsman_lab.tasks.images.robust_table import robust_tables
@@ -205,22 +205,19 @@ def test_results_are_one_line_a_router_seed_and_k(tmp_path: Path) -> None:
     assert set(table[table.router == "xmoe"].k) == {1, 8}
 
 
-def test_paired_differences_in_every_form(folder: Path) -> None:
-    differences = Differences(ComparisonTable.read(folder / "tiny"))
-    assert differences.comparisons == 3, "one row has two seeds"
-    files = {file.name: file.read_text() for file in differences.write(folder)}
-    assert set(files) == {f"differences.{ending}" for ending in ("txt", "csv", "md", "tex")}
-    assert "| `ahead` | **-1.0" in files["differences.md"]
-    assert r"\textbf{-1.0" in files["differences.tex"]
-    lines = files["differences.csv"].splitlines()
-    assert lines[1].startswith("ahead,smoe,1,3,bits_per_character,-1.0")
-    assert len(lines) == 5
+def test_paired_differences_have_intervals_from_three_seeds_on(folder: Path) -> None:
+    table = ComparisonTable.read(folder / "tiny")
+    caption = table.difference_grid().caption
+    assert "corrected for the 3 intervals" in caption, "one row has two seeds"
+    files = {file.suffix: file.read_text() for file in table.write(folder)}
+    assert "| `ahead` | **-1.0" in files[".md"]
+    assert r"\textbf{-1.0" in files[".tex"]
 
 
 def test_differences_of_one_seed_have_no_interval(tmp_path: Path) -> None:
     path = write_comparison(tmp_path / "tiny", routers=["smoe", "xmoe"], seeds=[0])
-    caption = Differences(ComparisonTable.read(path)).caption
-    assert caption.endswith("(lower is better): mean. None has three seeds, so none has an interval.")
+    caption = ComparisonTable.read(path).difference_grid().caption
+    assert caption.endswith("mean. None has three seeds, so none has an interval.")
 
 
 def test_figures_of_a_diagnosis(folder: Path) -> None:

@@ -16,7 +16,7 @@ from tools.results.claims_file import CLAIMS
 from tools.results.pages import Pages
 
 ROOT = Path(__file__).parents[3]
-SECTIONS = ["## table", "## differences", "## loads"]
+SECTIONS = ["## table", "## loads"]
 QUESTION = """
 intro = "Figures."
 

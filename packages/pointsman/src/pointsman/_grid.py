@@ -7,7 +7,7 @@ import io
 import re
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pointsman._values import printable
@@ -35,8 +35,6 @@ class Grid:
         caption: what the cells hold.
         code: whether the first column is code, as router specs are.
         labels: columns that name the row, left-aligned in Markdown.
-        groups: titles above the header, each with the number of its columns; only on the page.
-        hints: (row, column) -> what the page tells of a cell while the pointer rests on it.
     """
 
     header: Sequence[str]
@@ -45,8 +43,6 @@ class Grid:
     caption: str = ""
     code: bool = True
     labels: int = 1
-    groups: Sequence[tuple[str, int]] = ()
-    hints: Mapping[tuple[int, int], str] = field(default_factory=dict)
 
     def without_empty_columns(self, keep: int = 1) -> Grid:
         """The grid without the columns that hold no figure; the first `keep` stay."""
@@ -60,7 +56,7 @@ class Grid:
         at = [0, *(list(self.header).index(name) for name in columns)]
         rows = [[row[i] for i in at] for row in self.rows]
         best = {(row, at.index(column)) for row, column in self.best if column in at}
-        return replace(self, header=[self.header[i] for i in at], rows=rows, best=best, hints={})
+        return replace(self, header=[self.header[i] for i in at], rows=rows, best=best)
 
     def named(self, names: Mapping[str, str]) -> Grid:
         """The grid with other names in its first column."""

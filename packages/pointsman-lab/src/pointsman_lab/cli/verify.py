@@ -183,7 +183,7 @@ def _metrics(file: Path) -> None:
 
 
 def _explorer(file: Path, found: dict[str, object]) -> None:
-    from pointsman_lab.report.explorer import readable
+    from pointsman_lab.report.inside import readable
 
     if not readable(found):
         raise RunError(f"{file}: no whole sample; `report` makes it anew or leaves it out")

@@ -15,8 +15,7 @@ from pointsman_lab.exam.registry import TASKS
 from pointsman_lab.exam.scores import Cells, mean_of_runs, regret, scores, values
 from pointsman_lab.exam.student import ROWS
 from pointsman_lab.report.cell import LEAST_SEEDS, Paired
-from pointsman_lab.report.forms import Forms
-from pointsman_lab.report.html import fill
+from pointsman_lab.report.forms import Forms, fill
 
 COLUMNS = ("task", "router", "seed", "value", "score", "regret", "ami", "experts_used", "experts_per_token", "rate",
            "tuned")  # fmt: skip

@@ -78,6 +78,11 @@ class Paired:
         return statistics.fmean(self.values) if self.values else None
 
     @property
+    def enough(self) -> bool:
+        """Whether there are seeds enough for an interval to be shown."""
+        return len(self.values) >= LEAST_SEEDS
+
+    @property
     def half(self) -> float | None:
         """Half the width of the corrected interval of the mean; None below two seeds."""
         return self.half_of(self.comparisons)
@@ -95,7 +100,7 @@ class Paired:
         if self.mean is None:
             return NONE
         half, plain = self.half, self.half_of(1)
-        if len(self.values) < LEAST_SEEDS or half is None or plain is None:
+        if not self.enough or half is None or plain is None:
             return f"{self.mean:+.{decimals}f}"
         return f"{self.mean:+.{decimals}f} ± {half:.{decimals}f} ({plain:.{decimals}f})"
 

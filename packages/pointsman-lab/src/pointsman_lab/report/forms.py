@@ -1,11 +1,18 @@
-"""The base of the report's tables: four forms, written as four files."""
+"""What tables and pages are written as: four forms of a table, and templates filled without anything from outside."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import resources
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+from pointsman._errors import needing
 from pointsman._files import write_whole
 from pointsman._grid import Grid, wrapped
 
@@ -24,7 +31,7 @@ class Forms(ABC):
 
     @property
     def head(self) -> str:
-        """What stands above the grids in the plain text."""
+        """What stands above the grids."""
         return ""
 
     def shown_grids(self) -> Sequence[Grid]:
@@ -37,7 +44,7 @@ class Forms(ABC):
 
     def markdown(self) -> str:
         """Markdown; the best of each column in bold."""
-        return joined(*captioned(self.shown_grids(), Grid.markdown))
+        return joined(self.head, *captioned(self.shown_grids(), Grid.markdown))
 
     def latex(self) -> str:
         """LaTeX for the booktabs package, of the first grid; the best of each column in bold."""
@@ -57,3 +64,38 @@ def joined(*blocks: str) -> str:
 def captioned(grids: Sequence[Grid], form: Callable[[Grid], str]) -> list[str]:
     """Caption and table of each grid; those after the first only where they have rows."""
     return [block for place, grid in enumerate(grids) if grid.rows or not place for block in (grid.caption, form(grid))]
+
+
+ASSETS = "pointsman_lab.report.assets"
+THEME = """\
+document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";\
+"""
+
+
+def fill(template: str, *, javascript: str = "", json: str = "", **values: Any) -> str:
+    """A template of the page, filled; style sheet, scripts and data are inserted unescaped.
+
+    The page's policy has the hashes of these scripts: a browser runs no other.
+    """
+    with needing("the report page needs jinja2", "report"):
+        import jinja2
+        from markupsafe import Markup
+
+    loader = jinja2.FunctionLoader(lambda name: asset(*reversed(name.rpartition("/")[::2])))
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, loader=loader)
+    environment.trim_blocks = environment.lstrip_blocks = True
+    digests = [hashlib.sha256(one.encode()).digest() for one in (THEME, javascript) if one]
+    scripts = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+    raw = {"css": asset("style.css"), "theme": THEME, "javascript": javascript, "json": json, "scripts": scripts}
+    values |= {name: Markup(text) for name, text in raw.items()}
+    return environment.get_template(f"{ASSETS}/{template}").render(version=version("pointsman"), **values)
+
+
+def embed(data: Mapping[str, Any]) -> str:
+    """JSON for a script element: without '<' and nan."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+
+
+def asset(name: str, package: str = ASSETS) -> str:
+    """A file of the page."""
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")

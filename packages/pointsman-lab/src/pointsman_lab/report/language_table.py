@@ -49,10 +49,6 @@ class LineTable(Forms):
     def file(self) -> str:
         return self.name
 
-    @property
-    def head(self) -> str:
-        return self.name
-
     def grid(self) -> Grid:
         """The figures as text."""
         rows = [

@@ -11,12 +11,12 @@ from typing import Any
 from pointsman._files import write_whole
 from pointsman._grid import NONE, Grid
 from pointsman_lab.registry import entries
-from pointsman_lab.report import protocol, series, task_table
+from pointsman_lab.report import protocol, series
 from pointsman_lab.report.audits import audit_parts
-from pointsman_lab.report.cell import Cell
-from pointsman_lab.report.html import asset, embed, fill
+from pointsman_lab.report.forms import Forms, asset, embed, fill
 from pointsman_lab.report.inside import diagnosis_grid, inside
 from pointsman_lab.report.tables import ComparisonTable
+from pointsman_lab.report.task_table import TaskTable, variants
 from pointsman_lab.runs.comparison import Comparison, read
 
 SCRIPTS = ("charts.js", "maps.js", "page.js", "explorer.js")
@@ -78,13 +78,8 @@ def page_path(out: Path | None, comparison: Comparison) -> Path:
 def render(comparison: Comparison) -> str:
     """The page as a string."""
     table = replace(ComparisonTable.of(comparison), names={})  # renamed below, everywhere
-    tasks, added = task_table.tasks(comparison), task_sections(comparison)
-    data = chart_data(comparison, table) | {"tasks": task_table.charts(tasks)}
-    values = {
-        **context(comparison, table, data, [title for each in added for title in each.titles]),
-        "totals": [table.grid() for entry in entries() for table in entry.tables(comparison)],
-        "tasks": tasks,
-    }
+    added, data = task_sections(comparison), chart_data(comparison, table)
+    values = context(comparison, table, data, [title for each in added for title in each.titles])
     names = comparison.shown.get("names", {})
     data = renamed(data, names)
     return fill(
@@ -146,7 +141,9 @@ def context(
     shown = [*([("audit", "Audit")] if audit else []), ("result", "Result")]
     shown += [("training", "Training")] if trained else []
     shown += [("routing", "Routing")] if any_routing else []
-    shown += [("tasks", "Tasks")] if data["tasks"] else []
+    tasks: list[Forms] = [TaskTable.of(comparison, name) for name in variants(comparison)]
+    tasks += [one for entry in entries() for one in entry.tables(comparison)]
+    shown += [("tasks", "Tasks")] if tasks else []
     shown += added
     shown += [("explore", "Explorer")] if explorer else []
     return {
@@ -157,12 +154,12 @@ def context(
         "sections": [*shown, ("protocol", "Protocol")],
         "inside": {"any": any_routing or explorer, "uniform": f"{math.log(experts):.3f}" if experts else NONE},
         "audit": audit,
+        "tasks": [(one.file, one.head, [each for each in one.shown_grids() if each.rows]) for one in tasks],
         "missing": protocol.missing(comparison),
         "order": {router: position for position, router in enumerate(comparison.routers)},
         "table": table.grid(),
         "baseline": table.baseline,
-        "differences": _differences(table),
-        "per_seed": per_seed(comparison, table),
+        "differences": table.difference_grid(),
         "diagnosis": diagnosis_grid(comparison),
         "loss_note": protocol.loss_note(comparison),
         "command": protocol.command(comparison),
@@ -171,29 +168,3 @@ def context(
         "settings": protocol.settings(comparison),
         "environment": protocol.environment(comparison),
     }
-
-
-def _differences(table: ComparisonTable) -> Grid:
-    """The paired differences of the rows that have any, each with its number of seeds as a hint."""
-    grid = table.difference_grid()
-    differences = table.differences()
-    kept = [row for row in grid.rows if any(cell.values for cell in differences[row[0]].values())]
-    cells = [list(differences[row[0]].values()) for row in kept]
-    seeds = {(i, j): len(cell.values) for i, line in enumerate(cells) for j, cell in enumerate(line, 1)}
-    hints = {place: f"{count} seed{'' if count == 1 else 's'}" for place, count in seeds.items()}
-    header = [f"router − {table.baseline}", *table.titles]
-    return replace(grid, header=header, rows=kept, hints=hints)
-
-
-def per_seed(comparison: Comparison, table: ComparisonTable) -> Grid:
-    """Paired differences seed by seed, with the confidence interval of their mean; no rows for a single seed."""
-    digits, scale = table.metric.decimals, table.metric.scale
-    rows = []
-    for router, of in table.differences().items() if len(comparison.seeds) > 1 else ():
-        for k, cell in of.items():
-            if cell.values:
-                each = [Cell({s: cell.values[s]} if s in cell.values else {}) for s in comparison.seeds]
-                shown = [one.shown(table.metric, sign=True) for one in (*each, Cell({0: cell.mean or 0.0}))]
-                interval = NONE if cell.interval is None else f"± {cell.interval * scale:.{digits}f}"
-                rows.append([router, str(k), *shown, interval])
-    return Grid(["router", "k", *(f"seed {seed}" for seed in comparison.seeds), "mean", "95 %"], rows)

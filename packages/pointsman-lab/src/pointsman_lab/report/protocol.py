@@ -13,10 +13,6 @@ from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.record import RunRecord
 
-_COMPARE_FLAGS = (
-    "data", "task", "preset", "steps", "top_k", "train_top_k", "k_schedule", "eval_tokens",
-)  # fmt: skip
-
 
 def title(comparison: Comparison) -> str:
     """One line: the routers and the data."""
@@ -73,17 +69,9 @@ def loss_note(comparison: Comparison) -> str:
 
 
 def command(comparison: Comparison) -> str:
-    """The command that makes this comparison or run: the recorded one, else one made from the settings."""
-    if comparison.command:
-        return comparison.command
-    kept = [str(run.config["command"]) for run in comparison.runs.values() if run.config.get("command")]
-    if kept:
-        return "\n".join(kept)
-    if not comparison.planned:
-        return "\n".join(_train_command(run) for run in comparison.runs.values())
-    words = ["pointsman", "compare", "--routers", ",".join(comparison.routers)]
-    words += _flags(comparison.settings, _COMPARE_FLAGS)
-    return shlex.join([*words, "--seeds", str(len(comparison.seeds)), "--out", comparison.path.name])
+    """The recorded command of a comparison or an audit; of other runs one made from the settings."""
+    runs = comparison.runs.values()
+    return comparison.command or "\n".join(str(run.config.get("command") or _train_command(run)) for run in runs)
 
 
 def _train_command(run: RunRecord) -> str:

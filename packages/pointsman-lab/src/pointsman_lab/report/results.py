@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +12,9 @@ from pointsman._errors import RunError
 from pointsman._files import write_whole
 from pointsman._grid import Grid
 from pointsman._values import finite
-from pointsman.intervals import LEVEL
 from pointsman_lab.registry import entries
 from pointsman_lab.report import task_table
-from pointsman_lab.report.cell import LEAST_SEEDS, Paired
-from pointsman_lab.report.forms import Forms, joined
+from pointsman_lab.report.forms import Forms
 from pointsman_lab.report.language_table import LanguageTable
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.compact import write_record
@@ -29,73 +26,6 @@ if TYPE_CHECKING:
 
 RESULTS = "results.csv"
 COLUMNS = ("router", "seed", "k", "split", "metric", "value", "experts_per_token", "entropy")
-
-
-@dataclass(frozen=True)
-class Differences(Forms):
-    """Every row minus the baseline, at every k: mean ± half of the interval, corrected for all cells of the table."""
-
-    table: ComparisonTable
-
-    @property
-    def file(self) -> str:
-        return "differences"
-
-    @property
-    def comparisons(self) -> int:
-        """What intervals are corrected for: the differences that have one, of at least three seeds; 1 without any."""
-        return max(1, self._intervals)
-
-    @property
-    def caption(self) -> str:
-        metric, baseline = self.table.metric, self.table.label(self.table.baseline)
-        what = f"Paired differences to {baseline} in {metric.label} ({metric.direction}): mean"
-        if not self._intervals:
-            return f"{what}. None has three seeds, so none has an interval."
-        return (
-            f"{what} ± half of the {LEVEL:.0%} confidence interval (Student's t), corrected for the {self.comparisons} "
-            "intervals of this table (Bonferroni); in brackets not corrected; none below three seeds. Bold: the "
-            "interval excludes 0."
-        )
-
-    @property
-    def _intervals(self) -> int:
-        cells = [cell for of in self.table.differences().values() for cell in of.values()]
-        return sum(len(cell.values) >= LEAST_SEEDS for cell in cells)
-
-    def grid(self) -> Grid:
-        """The differences as text."""
-        metric, rows, told = self.table.metric, [], set()
-        for i, (router, of) in enumerate(self.table.differences().items()):
-            cells = []
-            for j, cell in enumerate(of.values(), 1):
-                paired = Paired([value * metric.scale for value in cell.values.values()], self.comparisons)
-                cells.append(paired.text(metric.decimals))
-                told |= {(i, j)} if paired.sign and len(paired.values) >= LEAST_SEEDS else set()
-            rows.append([router, *cells])
-        return Grid(["router", *self.table.titles], rows, told, self.caption).named(self.table.names)
-
-    def shown_grids(self) -> list[Grid]:
-        return [self.grid()]
-
-    def csv(self) -> str:
-        """One line a router and k, full precision."""
-        header = ["router", "baseline", "k", "seeds", "metric", "mean", "std", "half", "corrected half"]
-        rows = []
-        for router, of in self.table.differences().items():
-            for k, cell in of.items():
-                paired = Paired(list(cell.values.values()), self.comparisons)
-                figures = [paired.mean, cell.std, paired.half_of(1), paired.half]
-                rows.append([router, self.table.baseline, k, len(paired.values), self.table.metric.name, *figures])
-        return Grid(header, rows).csv()
-
-    def markdown(self) -> str:
-        """A Markdown table."""
-        return joined(self.grid().markdown(), self.caption)
-
-    def latex(self) -> str:
-        """A LaTeX table for the booktabs package."""
-        return self.grid().latex(["Router", *(f"${title}$" for title in self.table.titles)], self.file)
 
 
 def tidy(comparison: Comparison) -> Iterator[dict[str, Any]]:
@@ -151,11 +81,10 @@ def write_results(folder: Path) -> Path:
 
 
 def write_tables(out: Path) -> str:
-    """Writes table and differences in four forms, results.csv and record.jsonl; returns the table's text."""
+    """Writes the table in four forms, results.csv and record.jsonl; returns the table's text."""
     comparison = read_comparison(out)
     table = ComparisonTable.of(comparison)
     table.write(out)
-    Differences(table).write(out)
     write_results(out)
     write_record(out)
     languages = LanguageTable.of([run for router in comparison.routers for run in comparison.of(router)], "languages")

@@ -25,7 +25,7 @@ from pointsman.routing import Routing, RoutingContext
 from pointsman_lab.data.vocabulary import END_OF_LINE
 from pointsman_lab.models.memory import Memory
 from pointsman_lab.registry import OLDEST, family
-from pointsman_lab.report.explorer import readable
+from pointsman_lab.report.inside import readable
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.paths import CHECKPOINTS, EXPLORER
 from pointsman_lab.runs.record import RunRecord

@@ -10,13 +10,8 @@ from typing import Any
 from pointsman._errors import RunError, did_you_mean
 from pointsman._grid import NONE, Grid
 from pointsman._values import finite
-from pointsman_lab.report.cell import (
-    Cell,
-    Metric,
-    by_pretraining,
-    metric,
-    significantly_best,
-)
+from pointsman.intervals import LEVEL
+from pointsman_lab.report.cell import LEAST_SEEDS, Cell, Metric, Paired, by_pretraining, metric, significantly_best
 from pointsman_lab.report.forms import Forms, joined
 from pointsman_lab.runs.comparison import Comparison, read_comparison
 from pointsman_lab.runs.record import RunRecord, over_layers
@@ -192,13 +187,37 @@ class ComparisonTable(Forms):
         cost = row.cost
         return [f"{cost['flops'] / 1e6:.3g}", f"{cost['active']:,}", f"{cost['total']:,}"] if cost else [NONE] * 3
 
+    def paired(self) -> dict[str, dict[int, Paired]]:
+        """`differences` in printed units, intervals corrected for their number; of fine-tunings one value a run."""
+        pooled = by_pretraining if self.repeats else dict
+        values = {
+            router: {k: [value * self.metric.scale for value in pooled(cell.values).values()] for k, cell in of.items()}
+            for router, of in self.differences().items()
+        }
+        count = max(1, sum(len(one) >= LEAST_SEEDS for of in values.values() for one in of.values()))
+        return {router: {k: Paired(one, count) for k, one in of.items()} for router, of in values.items()}
+
     def difference_grid(self) -> Grid:
-        """Paired differences as text; no rows where nothing can be paired."""
-        differences = self.differences() if self.top_k else {}
-        rows = [
-            [name, *(cell.shown(self.metric, sign=True) for cell in of.values())] for name, of in differences.items()
-        ]
-        return Grid(["router", *self.titles], rows, caption=self.difference_caption).named(self.names)
+        """Paired differences as text, significant ones in bold; only rows that can be paired."""
+        rows, significant, paired = [], set(), self.paired()
+        shown = {router: of for router, of in paired.items() if any(one.values for one in of.values())}
+        for router, of in shown.items():
+            significant |= {(len(rows), j) for j, one in enumerate(of.values(), 1) if one.sign and one.enough}
+            rows.append([router, *(one.text(self.metric.decimals) for one in of.values())])
+        intervals = {one.comparisons for of in paired.values() for one in of.values() if one.enough}
+        caption = (
+            f"Paired differences to {self.label(self.baseline)} in {self.metric.label} ({self.metric.direction}): same "
+            "seed, data order and initial weights; mean"
+        )
+        if intervals:
+            caption += (
+                f" ± half of the {LEVEL:.0%} confidence interval (Student's t), corrected for the {intervals.pop()} "
+                "intervals of this table (Bonferroni); in brackets not corrected; none below three seeds. Bold: the "
+                "interval excludes 0."
+            )
+        else:
+            caption += ". None has three seeds, so none has an interval."
+        return Grid(["router", *self.titles], rows, significant, caption).named(self.names)
 
     @property
     def experts_title(self) -> list[str]:
@@ -225,22 +244,17 @@ class ComparisonTable(Forms):
         )
 
     @property
-    def difference_caption(self) -> str:
-        return (
-            f"Paired differences to {self.label(self.baseline)}: same seed, data order and initial weights; mean ± "
-            f"sample standard deviation of the per-seed differences in {self.metric.label} ({self.metric.direction})."
-        )
-
-    @property
     def file(self) -> str:
         return "table"
 
+    def shown_grids(self) -> list[Grid]:
+        """Quality and cost, then the paired differences."""
+        return [self.grid(), self.difference_grid()]
+
     def text(self) -> str:
-        """Plain aligned text, paired differences below."""
+        """Plain aligned text; below it the seeds that are missing."""
         missing = [f"{row.router}: seeds {', '.join(map(str, row.missing))}" for row in self.rows if row.missing]
-        differences = self.difference_grid()
-        paired = [differences.caption, differences.text()] if differences.rows else []
-        return joined(self.caption, self.grid().text(), *paired, f"Missing: {'; '.join(missing)}" if missing else "")
+        return joined(super().text().rstrip("\n"), f"Missing: {'; '.join(missing)}" if missing else "")
 
     def csv(self) -> str:
         """Comma-separated, full precision, one line a router."""
@@ -266,16 +280,13 @@ class ComparisonTable(Forms):
             rows.append([*line, *(" ".join(map(str, seeds)) or None for seeds in (row.done, row.missing))])
         return Grid(["router", "metric", "split", *per_k, *tail], rows).csv()
 
-    def markdown(self) -> str:
-        """A Markdown table."""
-        return joined(self.grid().markdown(), self.caption)
-
     def latex(self) -> str:
-        """A LaTeX table for the booktabs package."""
+        """The same in LaTeX, for the booktabs package."""
         titles = ["Router", *(f"${title}$" for title in self.titles), *self._tail]
         shown = dict(zip(self.header, titles, strict=True))
-        grid = self.grid()
-        return grid.latex([shown[name] for name in grid.header], self.file)
+        grid, differences = self.grid(), self.difference_grid()
+        paired = differences.latex(titles[: 1 + len(self.titles)], "differences") if differences.rows else ""
+        return grid.latex([shown[name] for name in grid.header], self.file) + paired
 
 
 def _row(comparison: Comparison, router: str, split: str) -> Row:

@@ -74,10 +74,6 @@ function drawChoices(id, groups, specOf) {
   root.append(holder);
   draw();
 }
-function drawTask(task) {
-  drawChoices(task.id, [["fine-tuned", task.choices, task.choices[0][0]]], (start) => ({ series: stylish(task.of[start]), xLog2: true,
-    xLabel: "experts per token, k", yLabel: task.label, label: `${task.name}: ${task.label} against k`, format: (p) => withSpread(p, task.decimals), xName: (x) => `k = ${x}` }));
-}
 function drawByLayer(id, data, yLabel, label) {
   const root = figure(id);
   if (!root) return;
@@ -112,4 +108,3 @@ drawChoice("entropy", DATA.inside.entropy, "layer", { ...times, yLabel: "entropy
 drawChoice("collapse", DATA.inside.collapse, "layer", { ...times, yLabel: "Tr(S_W S_B⁺)", label: "Representation collapse against step" });
 drawByLayer("entropy-by-layer", DATA.inside.byLayer.entropy, "entropy (nats)", "Entropy by layer");
 drawByLayer("fluctuation", DATA.inside.byLayer.fluctuation, "share of tokens", "Routing fluctuation by layer");
-DATA.tasks.forEach(drawTask);
