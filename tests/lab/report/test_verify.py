@@ -89,6 +89,11 @@ def other_vocabulary(run: Path) -> Path:
     return run / "vocabulary.json"
 
 
+def no_settings(run: Path) -> Path:
+    (run / "finetune/x/seed-0/checkpoints").mkdir(parents=True)
+    return run / "finetune/x/seed-0"
+
+
 def no_evaluation(run: Path) -> Path:
     (run / "evaluation.json").unlink()
     return run
@@ -97,7 +102,7 @@ def no_evaluation(run: Path) -> Path:
 @pytest.mark.skipif(os.name != "posix", reason="links and pipes of a POSIX system")
 @pytest.mark.parametrize(
     "damage",
-    [cut, other_model, linked, piped, row_lost, no_sample, other_shape, other_vocabulary, no_evaluation],
+    [cut, other_model, linked, piped, row_lost, no_sample, other_shape, other_vocabulary, no_evaluation, no_settings],
 )
 def test_a_fault_is_a_line_with_the_files_name(
     run: Path, damage: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]

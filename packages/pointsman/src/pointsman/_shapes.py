@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import zlib
 from fnmatch import fnmatchcase
 from typing import Any, get_args
@@ -24,6 +25,27 @@ EVALUATION = {
     "router_parameters": int | None, "cost": {"*": int}, "step_seconds": MAYBE,
     "change_from_pretrained": {"layers": LAYERS},
 }  # fmt: skip
+DIAGNOSED = {
+    "*": {
+        "num_experts!": int,
+        "entropy": {"mean!": MAYBE, "std!": MAYBE, "*": MAYBE},
+        "mixing": {"*": MAYBE},
+        "margin": {"*": MAYBE},
+        "outputs": {"cka_mean": MAYBE},
+        "jacobian": {"norm_ratio": MAYBE},
+        "load": {"tokens": float, "assignments": float, "dead!": [int], "cv": MAYBE, "effective": MAYBE},
+        "collapse": {"value": MAYBE, "classes!": int},
+        "specialisation": {"corrected": MAYBE},
+        "group": {"corrected": MAYBE},
+    }
+}
+DIAGNOSIS = {
+    "protocol": {"tokens": int, "split": str, "top_k": int | None},
+    "source": {"step": int},
+    "layers": DIAGNOSED,
+    "history": [{"checkpoint!": str, "layers!": {"*": {"collapse": {"value": MAYBE}, "fluctuation": {"top1": MAYBE}}}}],
+    "consistency": {"*": {"without_diagonal": MAYBE}},
+}
 SHAPES: dict[str, Any] = {
     "config.json": {"model": dict, "seed": int, "steps": int | None, "preset": str | None, "data": str},
     "environment.json": {"packages": dict, "kernels": dict},
@@ -40,10 +62,7 @@ SHAPES: dict[str, Any] = {
         "task!": str, "classes!": [str], "fingerprint": str, "freeze!": [str], "balance!": MAYBE, "pooling!": str,
         "head_dropout!": float, "from_scratch!": bool, "pretrained": dict | None,
     },
-    "diagnostics.json": {
-        "protocol": dict, "layers": {"*": dict}, "routers": {"*": dict},
-        "history": [{"checkpoint!": str, "layers!": {"*": dict}}],
-    },
+    "diagnostics.json": {**DIAGNOSIS, "routers": {"*": DIAGNOSIS}},
     "explorer.json": {
         "format": int, "tokens": [str], "top_k": [int], "num_experts": int, "layers": [str], "routing": str,
         "usage": dict, "level": str | None, "checkpoint": str | None,
@@ -57,7 +76,11 @@ SHAPES: dict[str, Any] = {
         }},
     },
     "audit.json": {
-        "top_k": int | None, "domains": {"*": int}, "coverage": [{"times!": int, "experts!": int, "reached!": int}],
+        "top_k": int | None, "protocol": dict, "domains": {"*": int},
+        "coverage": [
+            {"times!": int, "experts!": int, "reached!": int, "first_tokens": int | None, "tokens": int | None,
+             "blocks": int | None, "at_least": int | None}
+        ],
         "quality": [
             {"top_k!": int | None, "loss!": MAYBE, "half": MAYBE, "difference": dict | None, "domains": BOUNDED}
         ],
@@ -66,6 +89,10 @@ SHAPES: dict[str, Any] = {
             "entropy": dict, "margin": dict, "specialisation": dict, "bfloat16": dict,
             "domains": {"*": {"share": [MAYBE]}}, "co_activation": {"pairs": [PAIR]},
         }},
+        "answers": [
+            {"top_k!": int | None, "prompts!": int, "reached!": dict | None, "gained": dict | None,
+             "tokens!": dict | None, "times": dict | None}
+        ],
         "divergence": [{"domains!": [str], "mean!": float, "half!": MAYBE}],
         "specialists": [
             {"layer!": str, "expert!": int, "domain!": str, "share!": float, "half!": float, "tokens!": int}
@@ -74,7 +101,7 @@ SHAPES: dict[str, Any] = {
         "across": [{"layers!": [str], "bits!": float, "pairs!": [PAIR]}],
         "schedules": [
             {"kind!": str, "ks!": {"*": int}, "mean_k!": float, "searched!": float, "share!": float,
-             "share_half!": MAYBE, "kept!": bool | None}
+             "share_half!": MAYBE, "kept!": bool | None, "serving": [{"bytes!": float}]}
         ],
         "serving": {
             "parameters": int, "experts": int, "memory": {"*": float},
@@ -103,12 +130,22 @@ MOST_GROWTH = 10
 """How many times as large as its file a file's content may become."""
 
 
+_LONG = re.compile(r"[0-9]{19}")
+
+
+def _whole(digits: str) -> float:
+    return int(digits) if len(digits) < 19 else float(digits)
+
+
 def parse_json(text: str) -> Any:
-    """`json.loads`; a ValueError also for what is too deep or has too many values, and for half a surrogate pair."""
+    """`json.loads`; a ValueError also for what is too deep or has too many values, and for half a surrogate pair.
+
+    A whole number of 19 digits or more comes back as a float, and so is none.
+    """
     if text.count(",") + text.count("[") + text.count("{") > MOST_VALUES:
         raise ValueError(f"more than {MOST_VALUES:,} values")
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_int=_whole if _LONG.search(text) else None)
         if "\\ud" in text or "\\uD" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:

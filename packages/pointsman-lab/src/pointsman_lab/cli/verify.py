@@ -114,6 +114,8 @@ def checks(root: Path, kind: str) -> Iterator[Check]:
             yield place.parent, partial(_run, place.parent)
         elif place.name.startswith("step-") and place.parent.name == CHECKPOINTS and place.is_dir():
             yield place, partial(_checkpoint, place)
+        elif place.name == CHECKPOINTS and not os.path.lexists(place.parent / CONFIG):
+            yield place.parent, partial(_refuse, f"{place.parent}: checkpoints without {CONFIG}")
     if kind == "a checkpoint":
         yield root, partial(_checkpoint, root)
     elif kind in ("a run", "an audit", "a comparison"):
@@ -187,6 +189,10 @@ def _explorer(file: Path, found: dict[str, object]) -> None:
 
     if not readable(found):
         raise RunError(f"{file}: no whole sample; `report` makes it anew or leaves it out")
+
+
+def _refuse(line: str) -> None:
+    raise RunError(line)
 
 
 def _checkpoint(folder: Path) -> None:

@@ -68,11 +68,11 @@ def _heat(shares: Sequence[Sequence[float | None]]) -> dict[str, Any]:
     pixels = np.full((len(shares), width, 3), 255, dtype=np.uint8)
     for row, share in zip(pixels, shares, strict=True):
         for place, value in enumerate(share):
-            even = min(3.0, (value or 0.0) * len(share))
+            even = min(3.0, max(0.0, value or 0.0) * len(share))
             at = even if even <= 1 else 1 + (even - 1) / 2
-            low = COLOURS[int(min(at, 1.999))]
-            high = COLOURS[int(min(at, 1.999)) + 1]
-            row[place] = DEAD if not value else (low + (high - low) * (at - int(min(at, 1.999)))).astype(np.uint8)
+            of = int(min(at, 1.999))
+            low, high = COLOURS[of : of + 2]
+            row[place] = DEAD if not value else (low + (high - low) * (at - of)).astype(np.uint8)
     return {"image": _png(pixels), "height": min(420, max(40, 14 * len(shares)))}
 
 

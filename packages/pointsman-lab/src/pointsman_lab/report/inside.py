@@ -174,7 +174,9 @@ def diagnosis_grid(comparison: Comparison) -> Grid:
             figures += [NONE if value is None else f"{value:.3f}" for value in (moved, consistency)]
             rows.append([router, name, *figures])
         if protocol := found.get("protocol"):
-            read = f"{int(protocol['tokens']):,} tokens of {protocol['split']}" if "tokens" in protocol else "tokens"
+            read = (
+                f"{protocol['tokens']:,} tokens of {protocol.get('split', NONE)}" if "tokens" in protocol else "tokens"
+            )
             protocols[f"{read}, k = {protocol.get('top_k', NONE)}"] = None
     header = ["router", "layer", *(name for name, _ in COLUMNS), "fluctuation", "IC over seeds"]
     return Grid(header, rows, caption="; ".join(protocols)).without_empty_columns(keep=2)
@@ -198,7 +200,7 @@ def history_of(diagnosis: Found) -> list[dict[str, Any]]:
         return []
     entries = list(diagnosis.get("history") or [])
     line = [*((str(entry["checkpoint"]), entry["layers"]) for entry in entries)]
-    line.append((f"step-{diagnosis.get('source', {}).get('step', '')}", diagnosis["layers"]))
+    line.append((f"step-{diagnosis.get('source', {}).get('step', '')}", diagnosis.get("layers", {})))
     found = []
     for place, (label, layers) in enumerate(line):
         step = label.rpartition("-")[2]

@@ -111,7 +111,7 @@ def _experts_per_token(found: Found) -> str:
     load = found.get("load", {})
     if not load.get("tokens"):
         return NONE
-    mean = load["assignments"] / load["tokens"]
+    mean = load.get("assignments", 0) / load["tokens"]
     return NONE if mean and mean.is_integer() else f"{mean:.2f}"
 
 
@@ -120,7 +120,7 @@ def _at(found: Found, kind: str, key: str, digits: int) -> str:
 
 
 def _with_spread(of: Found) -> str:
-    return NONE if of.get("mean") is None else f"{of['mean']:.3f} ± {of['std']:.3f}"
+    return NONE if of.get("mean") is None else f"{of['mean']:.3f} ± {_number(of['std'], 3)}"
 
 
 def _number(value: float | None, digits: int) -> str:
