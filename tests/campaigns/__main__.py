@@ -12,11 +12,11 @@ import tempfile
 from pathlib import Path
 
 CAMPAIGNS = {
-    "sequences": "Sequences", "commands": "CommandLines", "damage": "Damage", "kills": "Kills",
-    "resources": "Resources", "strangers": "Strangers", "company": "Company",
-    "compositions": "Compositions",
+    "sequences": "sequences.Sequences", "commands": "commands.CommandLines", "damage": "strangers.Damage",
+    "kills": "kills.Kills", "resources": "resources.Resources", "strangers": "strangers.Strangers",
+    "company": "company.Company", "compositions": "compositions.Compositions",
 }  # fmt: skip
-"""Module -> its campaign."""
+"""Name -> module and class."""
 PROXIES = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
 
 
@@ -53,7 +53,8 @@ def main() -> int:
             }
             (folder / "fixtures").mkdir()
             (folder / "programs").mkdir()
-            campaign = getattr(importlib.import_module(name), CAMPAIGNS[name])()
+            module, kind = CAMPAIGNS[name].split(".")
+            campaign = getattr(importlib.import_module(module), kind)()
             campaign.prepare(folder / "fixtures")
             if values.program:
                 outcome = frame.outcome_of(campaign, json.loads(values.program), folder / "programs")

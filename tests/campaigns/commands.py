@@ -74,6 +74,10 @@ TEMPLATES: dict[str, list[str]] = {
     "generate": ["run", "--prompt", "ab", "--tokens", "2"],
     "plan": ["--preset", "tiny", "--gpus", "2"],
     "verify": ["run"],
+    "share": ["run", "--out", "packed.pointsman"],
+    "open": ["run.pointsman", "--out", "opened"],
+    "submit": ["cmp", "--router", "smoe", "--out", "entry.json"],
+    "completion": ["bash"],
     "exam": ["smoe", "--tasks", "clusters", "--seeds", "1", "--out", "x"],
     "trace diff": ["traces/a", "traces/b"],
     "trace place": ["traces/a", "--devices", "2"],
@@ -109,7 +113,7 @@ class CommandLines(Campaign):
         fixtures.make_all(folder)
         with fixtures.inside(folder):
             fixtures.make_traces(folder)
-        with fixtures.inside(folder):
+            fixtures.must("share", "run", "--out", "run.pointsman")
             (folder / "bad.toml").write_text("steps = \n")
             (folder / "deep.json").write_text("[" * 100_000)
             (folder / "list.json").write_text("[1, 2]")
@@ -120,7 +124,7 @@ class CommandLines(Campaign):
             for command, words in TEMPLATES.items():  # imports what is imported late
                 with Patched(checked=False), contextlib.suppress(Reached):
                     fixtures.called([*command.split(), *words])
-            for made in ("c", "t", "e", "f", "x", "h", "half"):
+            for made in ("c", "t", "e", "f", "x", "h", "half", "opened"):
                 shutil.rmtree(folder / made, ignore_errors=True)
 
     def draw(self, random: Random) -> Program:

@@ -13,7 +13,6 @@ import os
 import shutil
 import stat
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +25,7 @@ from kills import COMMANDS, RESUMED, results, whole
 
 WORDS = {kind: [f"out-{kind}" if word == "out" else word for word in words] for kind, words in COMMANDS.items()}
 WORDS["report"] = ["report", "run", "--map", "none", "--out", "page.html"]
-OFTEN = {"train": 4, "compare": 3, "finetune": 3, "report": 3, "export": 2, "evaluate": 3, "diagnose": 2}
+OFTEN = {"train": 4, "decoder": 1, "compare": 3, "finetune": 3, "report": 3, "export": 2, "evaluate": 3, "diagnose": 2}
 ODDITIES = ("none", "none", "no home", "home is not there", "no temporary folder", "read only", "clock", "hard links",
             "moved")  # fmt: skip
 NOBODY = 65534
@@ -42,7 +41,7 @@ class Company(Campaign):
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         with fixtures.inside(self.fixtures):
             fixtures.make_files(self.fixtures)
-            fixtures.must(*RESUMED[:-1], "--out", "run")
+            fixtures.must(*RESUMED, "--out", "run")
         self.alone = {"": results(self.fixtures)}
         for kind, words in WORDS.items():
             place = folder / kind
@@ -72,17 +71,20 @@ class Company(Campaign):
         outside = folder.with_name(folder.name + "-outside")
         change, undo, between = ODD[odd["odd"]](folder, outside)
         try:
-            running = [start(WORDS[step["kind"]], folder, step["after"], change) for step in commands]
+            running = [
+                fixtures.forked(folder, WORDS[step["kind"]], lambda wait=step["after"]: (time.sleep(wait), change()))
+                for step in commands
+            ]
             time.sleep(odd["after"])
             between()
             for step, one in zip(commands, running, strict=True):
-                code, said = finish(*one)
+                code, said = fixtures.finished(*one)
                 judge(f"{step['kind']} in company", code, said)
                 counts["done" if code == 0 else "refused"] += 1
             undo()
             whole(folder, "in company")
             for step in commands:
-                code, said = finish(*start(WORDS[step["kind"]], folder, 0.0, lambda: None))
+                code, said = fixtures.finished(*fixtures.forked(folder, WORDS[step["kind"]], nothing))
                 again = "is not empty" in said or "exists" in said  # done by the first of the two
                 judge(f"{step['kind']} afterwards", code, said)
                 if code != 0 and not again:
@@ -102,37 +104,6 @@ class Company(Campaign):
         for name, value in wanted.items():
             if found[name] != value:
                 raise Wrong(f"{name} is not what the command leaves that is alone: {str(found[name])[:300]}")
-
-
-def start(words: list[str], folder: Path, after: float, change: Callable[[], None]) -> tuple[int, int]:
-    """A command in a process of its own, `after` seconds from now: its id, and a pipe with what it says."""
-    out, into = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(into)
-        return pid, out
-    status = 1
-    try:
-        os.close(out)
-        os.chdir(folder)
-        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-        time.sleep(after)
-        try:
-            change()
-            status, _, said = fixtures.called(words)
-        except BaseException:
-            said = traceback.format_exc()
-        os.write(into, said.encode()[:50_000])
-    finally:
-        os._exit(status)
-
-
-def finish(pid: int, pipe: int) -> tuple[int, str]:
-    """Exit code or -signal, and what was said."""
-    with open(pipe, encoding="utf-8") as said:
-        text = said.read()
-    _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status), text
 
 
 def judge(what: str, code: int, said: str) -> None:

@@ -10,8 +10,9 @@ import os
 import shutil
 import sys
 import tempfile
+import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 
@@ -73,6 +74,34 @@ def must(*words: str) -> str:
     code, out, err = called(words)
     assert code == 0, (words, err)
     return out
+
+
+def forked(folder: Path, words: Sequence[str], first: Callable[[], object]) -> tuple[int, int]:
+    """A command line in a process of its own, after `first` there: its id, and a pipe with its errors."""
+    out, into = os.pipe()  # a limit on files does not hold for it
+    if pid := os.fork():
+        os.close(into)
+        return pid, out
+    status = 1
+    try:
+        os.close(out)
+        os.chdir(folder)
+        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+        try:
+            first()
+            status, _, said = called(words)
+        except BaseException:
+            said = traceback.format_exc()
+        os.write(into, said.encode()[:50_000])
+    finally:
+        os._exit(status)
+
+
+def finished(pid: int, pipe: int) -> tuple[int, str]:
+    """Exit code or -signal, and the errors."""
+    with open(pipe, encoding="utf-8") as said:
+        text = said.read()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), text
 
 
 def make_files(folder: Path) -> None:

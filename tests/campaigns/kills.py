@@ -20,7 +20,6 @@ import resource
 import shutil
 import signal
 import time
-import traceback
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,20 +32,13 @@ from frame import Campaign, Program, Wrong
 from pointsman._errors import RunError
 from pointsman_lab.runs.checkpoints import open_checkpoint
 
-RESUMED = [
-    "train",
-    "--config",
-    "small.toml",
-    "--data",
-    "text.txt",
-    "--router",
-    "xmoe:balance=0.1+similarity",
-    "--resume",
-]
+TRAINED = ["train", "--config", "small.toml", "--data", "text.txt", "--resume"]
+RESUMED = [*TRAINED, "--router", "xmoe:balance=0.1+similarity"]
 COMPARED = ["compare", "--config", "small.toml", "--data", "text.txt", "--routers", "smoe,hyperrouter:hyper_dim=4"]
 TUNED = ["finetune", "run", "--task", "task.tsv", "--steps", "4", "--length", "8", "--set", "batch_size=2"]
 COMMANDS = {
     "train": [*RESUMED, "--out", "out"],
+    "decoder": [*TRAINED, "--preset", "tiny-decoder", "--router", "smoe:bias=false", "--out", "out"],
     "compare": [*COMPARED, "--jobs", "1", "--out", "out"],
     "finetune": [*TUNED, "--set", "checkpoint_every=2", "--out", "out"],
     "report": ["report", "run", "--map", "none", "--out", "out/page.html"],
@@ -54,7 +46,7 @@ COMMANDS = {
     "evaluate": ["evaluate", "run", "--out", "out"],
     "diagnose": ["diagnose", "run", "--eval-tokens", "32", "--out", "out"],
 }
-OFTEN = {"train": 8, "compare": 2, "finetune": 4, "report": 1, "export": 2, "evaluate": 1, "diagnose": 1}
+OFTEN = {"train": 8, "decoder": 3, "compare": 2, "finetune": 4, "report": 1, "export": 2, "evaluate": 1, "diagnose": 1}
 TIMES = ("step_seconds", "work_seconds", "tokens_per_second", "overhead")
 SIZES = [0, 1, 100, 1000, 3000, 8000, 20_000]
 
@@ -68,7 +60,7 @@ class Kills(Campaign):
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         with fixtures.inside(self.fixtures):
             fixtures.make_files(self.fixtures)
-            fixtures.must(*RESUMED[:-1], "--out", "run")
+            fixtures.must(*RESUMED, "--out", "run")
         self.unbroken: dict[str, dict[str, Any]] = {}
         self.operations: dict[str, int] = {}
         self.seconds: dict[str, float] = {}
@@ -261,27 +253,9 @@ class _Watched(io.FileIO):
 def in_child(kind: str, folder: Path, fault: Fault | None) -> tuple[int, str, ChildReport]:
     """Runs a command with a fault (None: only counts) in a child: exit code or -signal, its errors, what it told."""
     told = ChildReport()
-    out, into = os.pipe()  # a limit on files does not hold for it
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            os.close(out)
-            os.chdir(folder)
-            os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-            (fault or Fault("count", operation=0, seconds=0, size=0, part=0)).install(told, folder)
-            try:
-                status, _, said = fixtures.called(COMMANDS[kind])
-            except BaseException:
-                said = traceback.format_exc()
-            os.write(into, said.encode()[:50_000])
-        finally:
-            os._exit(status)
-    os.close(into)
-    with open(out, encoding="utf-8") as pipe:
-        said = pipe.read()
-    _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status), said, told
+    fault = fault or Fault("count", operation=0, seconds=0, size=0, part=0)
+    code, said = fixtures.finished(*fixtures.forked(folder, COMMANDS[kind], lambda: fault.install(told, folder)))
+    return code, said, told
 
 
 def whole(folder: Path, what: str) -> None:

@@ -1,30 +1,30 @@
-"""Strangers: a folder of every family with something hostile in it, read by every command that reads such a folder.
+"""Strangers and damage: a folder of every family, spoiled, and read by the commands that read such a folder.
 
 Each command ends with exit code 0 (`verify`: 1) or 2. Nothing outside --out is written, nothing outside the folder and
 its named data is read, no code of it runs, no program starts, and neither disk nor memory takes more than ten times the
 folder, beyond what any folder takes. `observer.py` sees what is opened; files are compared before and after.
+
+Of damage, `verify` says more: what it calls whole no command refuses; what is refused is named; and what is computed
+from a damaged checkpoint is what a whole one gives, the last or one before it.
 """
 
 from __future__ import annotations
 
-import base64
-import json
 import os
 import shutil
 import sys
 import tempfile
 import traceback
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import fixtures
-from damage import NEVER_READ, changed
 from frame import Campaign, Program, Wrong
 from observer import Seen, observed
+from spoil import DAMAGE, HOSTILE, MARK, THEIRS, Spoil
 
 PAGE, OUT = ["--map", "none", "--out", "@out/page.html"], ["--out", "@out"]
 FEW = ["--eval-tokens", "32", *OUT]
@@ -35,6 +35,7 @@ READERS: dict[str, list[list[str]]] = {
     "run": [
         *ALL, ["report", "@of", "--out", "@out/page.html"], TEXT,
         ["finetune", "@of", "--task", "task.tsv", "--steps", "1", "--length", "8", *OUT],
+        ["finetune", "@of", "--task", "task.tsv", "--steps", "2", "--length", "8", "--set", "batch_size=2"],
         ["evaluate", "@of/finetune/task.tsv/seed-0", *OUT], ["report", "@of/finetune/task.tsv/seed-0", *PAGE],
         ["diagnose", "@of", "--against", "@of/checkpoints/step-2", *FEW],
         ["train", "--config", "small.toml", "--data", "text.txt", "--router", "xmoe", "--resume", "--out", "@of"],
@@ -49,11 +50,12 @@ READERS: dict[str, list[list[str]]] = {
     "cmp": [
         ["report", "@of", *PAGE], ["report", "@of", "--out", "@out/page.html"], ["verify", "@of", *OUT],
         ["report", "@of", "--paper", "hyperrouter", *OUT], ["report", "@of", "--figures", "png", *PAGE[:2], *OUT],
-        ["diagnose", "@of", *FEW], ["evaluate", "@of/runs/smoe/seed-0", *OUT],
+        ["diagnose", "@of", *FEW], ["evaluate", "@of/runs/smoe/seed-0", *OUT], ["evaluate", "@of", "--attack", "word"],
         ["compare", "--config", "small.toml", "--data", "text.txt", "--routers", "smoe", "--jobs", "1", "--out", "@of"],
     ],
     "hf": [
         ["audit", "@of", "--data", "text.txt", *FEW], ["diagnose", "@of", "--data", "text.txt", *FEW],
+        ["audit", "@of", "--against", "@of", "--data", "text.txt", *FEW],
         ["hf", "replace", "@of", "--router", "xmoe", *OUT], ["verify", "@of", *OUT],
         ["train", "--from", "@of", "--data", "text.txt", "--steps", "1", *OUT],
     ],
@@ -71,17 +73,13 @@ READERS: dict[str, list[list[str]]] = {
     ],
 }  # fmt: skip
 """Family -> commands; @of is the folder, @out the one for results."""
-THEIRS = ("hf", "replaced")
-"""Folders that transformers reads: what it makes of links, numbers and sizes is its own."""
-NAMED = ("data", "task", "path", "name")
-"""Keys of JSON whose value names data that a command may read, wherever they are."""
-MARK = "<script>alert(1)</script>"
+NEVER_READ = (".html", ".csv", ".md", ".tex", ".txt")
 SPARE_MEMORY, SPARE_DISK = 200 << 20, 6 << 20
-CODE = "open({!r}, 'w').write('run')\n"
 
 
 class Strangers(Campaign):
     name, unit, usual, limit = "strangers", "hostile folders", 40, 90.0
+    kinds: Mapping[str, Spoil] = HOSTILE
 
     def prepare(self, folder: Path) -> None:
         self.fixtures = folder
@@ -103,13 +101,14 @@ class Strangers(Campaign):
             for words in readers:
                 if self._read(step, words, trial) != "read":
                     raise Wrong(f"{of}: pointsman {' '.join(words)} refuses the folder as it was made")
-                os.chdir(folder)
-                shutil.rmtree(trial)
+        os.chdir(folder)
         os.environ.update(environment)
 
     def draw(self, random: Random) -> Program:
         of = random.choice(list(READERS))
-        kinds = [kind for kind in KINDS if not (of in THEIRS and kind in ("number", "bomb"))]  # transformers reads it
+        kinds = [
+            kind for kind in self.kinds if not (of in THEIRS and kind in ("number", "bomb"))
+        ]  # transformers reads it
         return [{
             "of": of, "file": random.choice(self.files[of]), "how": random.choice(kinds),
             "seed": random.randrange(10**6), "by": random.sample(range(len(READERS[of])), 2),
@@ -118,10 +117,8 @@ class Strangers(Campaign):
     def check(self, program: Program, folder: Path) -> Counter[str]:
         counts = Counter[str]()
         for step in program:
-            for number, reader in enumerate(step["by"]):
-                place = folder / str(number)
-                counts[self._read(step, READERS[step["of"]][reader], place)] += 1
-                shutil.rmtree(place)
+            for reader in step["by"]:
+                counts[self._read(step, READERS[step["of"]][reader], folder / "place")] += 1
             counts[self.unit] += 1
             counts[step["how"]] += 1
         return counts
@@ -132,6 +129,8 @@ class Strangers(Campaign):
                 yield {**step, "by": [reader]}
 
     def _read(self, step: dict[str, Any], words: list[str], root: Path) -> str:
+        """How a command ended on a spoiled copy of the folder in `root`, which is made anew. Raises Wrong."""
+        shutil.rmtree(root, ignore_errors=True)
         stranger, mine, work, out = (root / name for name in ("stranger", "mine", "work", "out"))
         shutil.copytree(self.fixtures / step["of"], stranger / step["of"], symlinks=True)
         shutil.copytree(stranger, mine / "copy")
@@ -142,7 +141,7 @@ class Strangers(Campaign):
         for name in ("text.txt", "task.tsv", "small.toml"):
             shutil.copy(self.fixtures / name, work)
         (root / "tmp").mkdir()
-        named = KINDS[step["how"]](stranger / step["file"], Random(step["seed"]), mine)
+        named = {**HOSTILE, **DAMAGE}[step["how"]](stranger / step["file"], Random(step["seed"]), mine)
         words = [word.replace("@of", str(stranger / step["of"])).replace("@out", str(out)) for word in words]
         ways = [(place, *place.parents) for word in words if (place := Path(word)).is_relative_to(stranger)]
         named |= any(one.is_symlink() for way in ways for one in way if one.is_relative_to(stranger))  # the user's way
@@ -160,7 +159,7 @@ class Strangers(Campaign):
             except BaseException:
                 raise Wrong(f"{line}\n{traceback.format_exc()}") from None
         grown = _peak() - at_first
-        self.told = told + err
+        self.told, self.error = told, err
         if code not in (0, 1 if words[0] == "verify" else 0, 2):
             raise Wrong(f"{line}\nexit code {code}: {err}")
         if "\x1b" in told + err:
@@ -192,6 +191,51 @@ class Strangers(Campaign):
             raise Wrong(f"{line}\nreads the folder's code: {code[:3]}")
 
 
+class Damage(Strangers):
+    name, unit, usual, limit = "damage", "damaged files", 60, 120.0
+    kinds = DAMAGE
+
+    def prepare(self, folder: Path) -> None:
+        super().prepare(folder)
+        self.good: dict[str, set[str]] = {}
+        for of in (of for of, readers in READERS.items() if readers[:5] == ALL):
+            step = {"of": of, "file": self.files[of][0], "how": "nothing", "seed": 0}
+            last = max((folder / of / "checkpoints").iterdir(), key=lambda one: int(one.name.partition("-")[2]))
+            for aside in (None, last.with_name("aside")):  # what evaluate says of the last checkpoint, and without it
+                if aside:
+                    last.rename(aside)
+                self._read(step, ALL[0], folder.parent / "trial")
+                self.good.setdefault(of, set()).add(self.told)
+            last.with_name("aside").rename(last)
+        os.chdir(folder)
+
+    def check(self, program: Program, folder: Path) -> Counter[str]:
+        counts = Counter[str]()
+        for step in program:
+            of, file = step["of"], Path(step["file"])
+            verify = next(words for words in READERS[of] if words[0] == "verify")
+            whole = self._read(step, verify, folder / "place") == "read"
+            whole &= file.is_relative_to(verify[1].replace("@of", of))
+            counts["found by verify"] += not whole
+            lines = [("verify", self.told + self.error)] if not whole else []
+            for words in (READERS[of][reader] for reader in step["by"] if READERS[of][reader] is not verify):
+                outcome = self._read(step, words, folder / "place")
+                counts[outcome] += 1
+                if outcome == "refused" and whole and of not in THEIRS:
+                    raise Wrong(f"pointsman {' '.join(words)}: refused, and verify called it whole: {self.error}")
+                weights = "checkpoints" in file.parts or file.name == "vocabulary.json"
+                if outcome == "refused":
+                    lines.append((" ".join(words), self.error.rstrip("\n").rpartition("\n")[2]))
+                elif words is ALL[0] and weights and self.told not in self.good[of]:
+                    raise Wrong(f"evaluate gives other figures than those of a whole checkpoint:\n{self.told}")
+            for words_, line in lines:
+                if not any(name in line for name in (file.name, str(file.parent), "step-", f"/{of}")):
+                    raise Wrong(f"pointsman {words_}: the line names neither the file nor its folder: {line}")
+            counts[self.unit] += 1
+            counts[step["how"]] += 1
+        return counts
+
+
 SYSTEM = tuple(
     Path(one).resolve() for one in
     (sys.prefix, sys.base_prefix, Path(__file__).parents[2], "/usr", "/lib", "/lib64", "/etc", "/proc", "/sys", "/dev")
@@ -221,140 +265,3 @@ def _peak() -> int:
     """The most resident memory since `clear_refs` was written, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
-
-
-def _texts(mine: Path) -> list[str]:
-    secret, copy = str(mine / "secret.txt"), str(mine / "copy")
-    return [
-        secret, copy, f"file://{secret}", "../../mine/secret.txt", "../../../mine/secret.txt", f"{mine}/new/file",
-        "~/.bashrc", "~/new", "..", ".", "/dev/zero", "/proc/self/environ", "a\0b", "x" * 300,
-        "\x1b]0;owned\x07\x9b31m", MARK, "=HYPERLINK(1)", "javascript:alert(1)", "evil", f"{copy}/evil.py",
-        "http://127.0.0.1:9/x", "org/model",
-        "__import__('os').system('touch x')", "{{ 7 * 7 }}", "%s%n", "\u202e", "smoe|" * 2000, "N" * 10**6,
-    ]  # fmt: skip
-
-
-def nothing(file: Path, random: Random, mine: Path) -> bool:
-    """The folder is harmless."""
-    return False
-
-
-def text(file: Path, random: Random, mine: Path) -> bool:
-    """A text in it names another file, or is an order to a terminal, a page, a shell."""
-    value, named = random.choice(_texts(mine)), []
-
-    def change(holder: Any, key: Any) -> None:
-        holder[key] = value
-        named.append(key in NAMED)
-
-    _json(file, random, change)
-    return any(named)
-
-
-def key(file: Path, random: Random, mine: Path) -> bool:
-    value = random.choice(_texts(mine))
-
-    def change(holder: Any, name: Any) -> None:
-        if isinstance(holder, dict):
-            holder[value] = holder.pop(name)
-
-    _json(file, random, change)
-    return False
-
-
-def number(file: Path, random: Random, mine: Path) -> bool:
-    value = random.choice([2**20, 10**6, 10**7, 2**31 - 1, 10**9, 2**63, 10**30, 1e300, -(2**31)])
-    _json(file, random, lambda holder, name: holder.__setitem__(name, value))
-    return False
-
-
-def _json(file: Path, random: Random, change: Callable[[Any, Any], None]) -> None:
-    """Changes a value, most often a leaf, of this file, or of the nearest one that is JSON."""
-    if file.suffix not in (".json", ".jsonl"):
-        others = sorted(other for other in file.parent.rglob("*.json*") if other.is_file())
-        others = others or sorted(other for other in file.parents[1].rglob("*.json*") if other.is_file())
-        if not others:
-            return
-        file = random.choice(others)
-    changed(file, random, change)
-
-
-def link(file: Path, random: Random, mine: Path) -> bool:
-    """It is a link to a whole copy outside, or to nothing there, or a hard link."""
-    relative = file.relative_to(mine.parent / "stranger")
-    file.unlink()
-    how = random.choice(["copy", "copy", "new", "relative"])
-    target = mine / "copy" / relative if how != "new" else mine / "empty" / file.name
-    file.symlink_to(os.path.relpath(target, file.parent) if how == "relative" else target)
-    return relative.parts[0] in THEIRS and how != "new"  # the hub's cache is made of links
-
-
-def folder_link(file: Path, random: Random, mine: Path) -> bool:
-    """A folder above it is a link to a whole copy outside, or to an empty folder there."""
-    stranger = mine.parent / "stranger"
-    parts = file.relative_to(stranger).parts
-    above = [stranger.joinpath(*parts[:depth]) for depth in range(2, len(parts))]
-    folder = random.choice(above) if above else None
-    if folder is None:
-        return link(file, random, mine)
-    shutil.rmtree(folder)
-    folder.symlink_to(random.choice([mine / "copy" / folder.relative_to(stranger), mine / "empty"]))
-    return False
-
-
-def added(file: Path, random: Random, mine: Path) -> bool:
-    """Names that a command writes, or that Python or transformers would look for, are links or code."""
-    for name in (".lock", "report.html", "explorer.json", "diagnostics.json", "evaluation-x.json", "record.jsonl",
-                 "checkpoints", "runs", f".{file.name}.writing-1-x+", "results.csv", "verify.txt"):  # fmt: skip
-        place = file.parent / name
-        if not os.path.lexists(place) and random.random() < 0.4:
-            place.symlink_to(random.choice([mine / "secret.txt", mine / "empty", mine / "new"]))
-    for name in ("evil.py", "sitecustomize.py", "torch.py", "modeling_evil.py", "conftest.py"):
-        (file.parent / name).write_text(CODE.format(str(mine / "new")))
-    for config in [
-        one for one in (file.parent / "config.json", file.parent / "tokenizer_config.json") if one.is_file()
-    ]:
-        values = json.loads(config.read_text())
-        own = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "AutoTokenizer": ["evil.T", "evil.T"]}
-        evil = [str(file.parent / "evil.py"), str(mine / "copy" / "evil.py"), "evil"]
-        values |= {"auto_map": own, "imports": evil} if random.random() < 0.7 else {"imports": evil}
-        config.write_text(json.dumps(values))
-    return False
-
-
-def bomb(file: Path, random: Random, mine: Path) -> bool:
-    """A little that becomes much: packed, repeated, nested, sparse."""
-    content = base64.b64encode(zlib.compress(bytes(1 << 28), 9)).decode()
-    kind = random.randrange(6)
-    if file.suffix == ".safetensors" or kind == 0:
-        header = {"x": {"dtype": "F32", "shape": [2**30], "data_offsets": [0, 2**32]}}
-        packed = json.dumps(header).encode()
-        file.write_bytes(len(packed).to_bytes(8, "little") + packed)
-    elif kind == 1:
-        file.write_text("[" + "0," * 2_000_000 + "0]")
-    elif kind == 2:
-        file.write_text('{"a":' * 200_000)
-    elif file.name == "record.jsonl":
-        entry = json.loads(file.read_text().splitlines()[0])
-        steps = list(range(20_000))
-        group = {"fields": ["step", "kind", "t"], "same": {"kind": "a", "t": "x" * 20_000}, "each": {"step": steps}}
-        entry["path"], entry["files"]["metrics.jsonl"] = "runs/new/seed-0", [group]
-        file.write_text(json.dumps(entry) + "\n")
-    elif kind == 3:
-        sample = {"format": 1, "tokens": ["a"] * 2000, "top_k": [1], "num_experts": 200, "layers": ["x"], "usage": {},
-                  "routing": content, "map": {"indices": [0], "top_k": 1, "layers": {}}}  # fmt: skip
-        (file.parent / "explorer.json").write_text(json.dumps(sample))
-    elif kind == 4:
-        rows = '{"kind": "routing", "step": 1, "layer": "a", "load": [1]}\n' * 40_000
-        (file.parent / "metrics.jsonl").write_text(rows)
-    else:
-        changed_text = random.choice(['"' + "x" * (1 << 22) + '"', "9" * 10**6])
-        _json(file, random, lambda holder, name: holder.__setitem__(name, changed_text))
-    return False
-
-
-KINDS: dict[str, Callable[[Path, Random, Path], bool]] = {
-    "nothing": nothing, "text": text, "key": key, "number": number, "link": link, "folder link": folder_link,
-    "added": added, "bomb": bomb,
-}  # fmt: skip
-"""What makes a folder hostile; whether what it then names may be read."""

@@ -68,6 +68,11 @@ def piped(run: Path) -> Path:
     return run / "pipe"
 
 
+def a_folder(run: Path) -> Path:
+    (run / "evaluation-old.json").mkdir()
+    return run / "evaluation-old.json"
+
+
 def row_lost(run: Path) -> Path:
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')
@@ -102,7 +107,19 @@ def no_evaluation(run: Path) -> Path:
 @pytest.mark.skipif(os.name != "posix", reason="links and pipes of a POSIX system")
 @pytest.mark.parametrize(
     "damage",
-    [cut, other_model, linked, piped, row_lost, no_sample, other_shape, other_vocabulary, no_evaluation, no_settings],
+    [
+        cut,
+        other_model,
+        linked,
+        piped,
+        a_folder,
+        row_lost,
+        no_sample,
+        other_shape,
+        other_vocabulary,
+        no_evaluation,
+        no_settings,
+    ],
 )
 def test_a_fault_is_a_line_with_the_files_name(
     run: Path, damage: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]

@@ -147,9 +147,9 @@ def _entry(root: Path, place: Path, theirs: bool) -> None:
         return
     within(root, *place.relative_to(root).parts)
     mode = place.lstat().st_mode
-    if stat.S_ISDIR(mode):
-        return
     known = shape_of(place.name) is not None or place.name in (VOCABULARY, METRICS, RECORD)
+    if stat.S_ISDIR(mode) and not known:
+        return
     if stat.S_ISLNK(mode) and known:
         raise RunError(f"{place}: a link; files of a run directory are not opened through links")
     if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
