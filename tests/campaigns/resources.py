@@ -164,6 +164,21 @@ def runs(router: str, folder: Path) -> Iterator[None]:
         yield
 
 
+def trainer(router: str, folder: Path) -> Iterator[None]:
+    """Steps of our own loop, observed as a run is."""
+    from pointsman_lab.training.run import load_run
+    from pointsman_lab.training.state import TrainingState
+    from pointsman_lab.training.task import pretraining_task
+
+    config = load_run(folder / "run").config.with_overrides({"model.router": router, "steps": 100_000})
+    state = TrainingState(config, pretraining_task(config), torch.device("cpu"))
+    monitor = RoutingMonitor(state.model, 2, 0)
+    while True:
+        state.train_step(monitor)
+        monitor.rows()
+        yield
+
+
 def refusals(router: str, folder: Path) -> Iterator[None]:
     lines = [["train", "--steps", "x"], ["evaluate", "nowhere"], ["export", "run", "--out", "run"], ["routers", "smo"]]
     for number in range(10**9):
@@ -172,7 +187,7 @@ def refusals(router: str, folder: Path) -> Iterator[None]:
 
 
 WORK: dict[str, tuple[Callable[[str, Path], Iterator[None]], float, int]] = {
-    "training": (training, 5, 600), "forgotten losses": (forgotten_losses, 1, 600), "evaluation": (evaluation, 3, 800),
+    "training": (training, 4, 2000), "trainer": (trainer, 2, 2000), "forgotten losses": (forgotten_losses, 1, 600), "evaluation": (evaluation, 3, 800),
     "building": (building, 2, 1200), "monitoring": (monitoring, 1, 400), "checkpoints": (checkpoints, 1, 200),
     "runs": (runs, 1, 24), "refusals": (refusals, 1, 200),
 }  # fmt: skip
