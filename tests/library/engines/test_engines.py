@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 import pointsman
 from pointsman import auxiliary, build_router, list_routers
 from pointsman.engines.common import carried, dense, step_end
+from pointsman.engines.vllm import RoutingFunction
 from tests.library.engines.build import BUILDERS, DIM, EXPERTS, HIDDEN, Built
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the engines' own
@@ -29,6 +30,8 @@ SPECS = (
     "hyperrouter@sigma", "frozen-temperature@base", "smoe@sinkhorn:z_loss=0.1",
     "sigma@loss-free",
 )  # fmt: skip
+RAGGED = ("depths", "dselect", "dynmoe", "expert-choice", "expert-threshold", "gshard", "relu", "top-p")
+"""Those with another number of experts for each token, or that drop choices: in Megatron-core only."""
 DEFAULTS: dict[str, list[tuple[dict[str, Any], str]]] = {
     "megatron": [
         ({}, "smoe:bias=false"),
@@ -159,7 +162,7 @@ def test_what_an_engine_cannot_carry_is_refused_at_construction(engine: str, spe
 
 def test_routers_with_another_number_of_experts_for_each_token(engine: str) -> None:
     if engine == "megatron":  # its choice is a matrix [tokens, E]
-        for spec in ("top-p", "expert-choice"):
+        for spec in RAGGED:
             built = build(engine)(spec)
             layer = ours(built, spec, 2)
             layer.router.load_state_dict(built.router.state_dict())
@@ -223,19 +226,29 @@ def test_torchtitan_draws_weights_after_to_empty() -> None:
     assert float(layer.router.loss_scale) == 0.25
 
 
-def test_every_router_is_carried_or_refused_with_the_reason() -> None:
-    found: dict[bool, list[str]] = {True: [], False: []}
-    for ragged, names in found.items():
-        for name in list_routers():
+def test_the_page_says_which_router_each_engine_carries() -> None:
+    """Where a router is refused the page has the reason."""
+    page = (Path(__file__).parents[3] / "docs" / "engines.md").read_text().split("## Which router where")[1]
+    told = {row[1].strip("` "): row[2:] for row in (line.split("|") for line in page.splitlines() if "| `" in line)}
+    assert list(told) == list_routers()
+    for name, cells in told.items():
+        sizes = {"dim": DIM, "num_experts": 8, "top_k": 1 if name == "switch" else 2}
+        tries: list[Callable[[], object]] = [
+            lambda of=name, to=sizes: carried("engine", of, **to, ragged=True, dropped=True),
+            lambda of=name, to=sizes: carried("engine", of, **to, dropped=True),
+            lambda of=name, to=sizes: carried("engine", of, **to),
+            lambda of=name, to=sizes: RoutingFunction(build_router(of, **to, vocab_size=2)),
+        ]
+        for cell, attempt in zip(cells, tries, strict=False):
             try:
-                carried("engine", name, dim=DIM, num_experts=8, top_k=1 if name == "switch" else 2, ragged=ragged)
-            except ValueError:
-                continue
-            names.append(name)
-    assert found[False] == [spec.partition(":")[0] for spec in CARRIED]
-    assert {*found[True]} - {*found[False]} == {
-        "depths", "gshard", "dselect", "dynmoe", "expert-choice", "expert-threshold", "relu", "top-p",
-    }  # fmt: skip
+                attempt()
+                assert cell.strip() == "yes", name
+            except ValueError as error:
+                assert cell.strip() == "-", name
+                why = str(error).split(": ", 2)[2]
+        assert cells[4].strip() == ("" if all(cell.strip() == "yes" for cell in cells[:4]) else why), name
+    everywhere = [name for name, cells in told.items() if cells[2].strip() == "yes"]
+    assert everywhere == [spec.partition(":")[0] for spec in CARRIED]
     assert len(SPECS) >= 30
 
 
@@ -249,30 +262,3 @@ def test_the_dense_form_of_a_routing() -> None:
             places = (routing.experts[token] == expert).nonzero().flatten().tolist()
             assert bool(chosen[token, expert]) == bool(places)
             assert float(weights[token, expert]) == sum(float(routing.weights[token, place]) for place in places)
-
-
-def test_the_routing_function_for_vllm() -> None:
-    """vLLM itself is not installed: held against the signature that its `FusedMoE` calls."""
-    from pointsman.engines.vllm import RoutingFunction
-
-    router = build_router("xmoe:balance=0", dim=DIM, num_experts=EXPERTS, top_k=2)
-    function = RoutingFunction(router)
-    assert list(inspect.signature(function.__call__).parameters) == [
-        "hidden_states",
-        "gating_output",
-        "topk",
-        "renormalize",
-    ]
-    hidden = torch.randn(7, DIM)
-    weights, experts = function(hidden_states=hidden, gating_output=torch.zeros(7, EXPERTS), topk=2, renormalize=False)
-    routing = router(hidden[None])
-    assert (weights.dtype, experts.dtype) == (torch.float32, torch.int32)
-    torch.testing.assert_close(weights, routing.weights.detach())
-    assert experts.tolist() == routing.experts.tolist()
-    with pytest.raises(ValueError, match="k = 2"):
-        function(hidden, hidden, 1, False)
-    with pytest.raises(ValueError, match="renormalize=True"):
-        function(hidden, hidden, 2, True)
-    router.batch_invariant = False
-    with pytest.raises(ValueError, match="looks at other tokens"):
-        RoutingFunction(router)

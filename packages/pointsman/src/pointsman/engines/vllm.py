@@ -1,6 +1,6 @@
-"""Our routers in vLLM's `FusedMoE`: a custom routing function, for routers that its linear gate cannot represent.
+"""Our routers in vLLM's fused MoE (0.32): a custom routing function, for routers that its linear gate cannot represent.
 
-    FusedMoE(…, custom_routing_function=RoutingFunction(router), renormalize=False)
+    FusedMoEFactory(…, custom_routing_function=RoutingFunction(router), renormalize=False)
 
 Inference only. A router that a linear gate represents needs none of this: `pointsman.materialize` gives its weight.
 """
