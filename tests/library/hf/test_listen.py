@@ -277,3 +277,23 @@ def test_verify_names_what_differs(tmp_path: Any) -> None:
     assert "layers.0" not in str(error.value)
     with pytest.raises(ValueError, match=r"only the second has 9 tensors"):
         hf.verify(zoo.tiny_model("mixtral"), zoo.tiny_model("mixtral", num_hidden_layers=3))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_model_that_was_compiled_before_is_observed_and_balanced() -> None:
+    """Code of torch.compile calls no hooks that came after it: never recorded as {}, never balanced by nothing."""
+    model = zoo.tiny_model("mixtral").train()
+    compiled = torch.compile(model, backend="eager")
+    ids = torch.randint(64, (2, 8))
+    compiled(input_ids=ids)
+    with pointsman.record_routing(model) as records:
+        compiled(input_ids=ids)
+    assert len(records) == model.config.num_hidden_layers
+    monitor = RoutingMonitor(model, every=1)
+    with monitor.observe(1):
+        compiled(input_ids=ids)
+    with pytest.raises(ValueError, match=r"no router ran in 1 observed steps; .* torch\.compiler\.reset"):
+        monitor.rows()
+    hf.balance(model)
+    plain = model(input_ids=ids, labels=ids).loss
+    torch.testing.assert_close(compiled(input_ids=ids, labels=ids).loss, plain)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -88,6 +88,25 @@ def listener(model: nn.Module, asked: str) -> Listener:
     return own
 
 
+@contextmanager
+def observe_routing(model: nn.Module, observe: Observer, asked: str = "observe_routing") -> Iterator[None]:
+    """Calls observe(layer, routing, context, hidden [tokens, dim]), all detached, at every forward of a layer inside.
+
+    What `torch.compile` has compiled runs uncompiled inside: code from before these hooks would not call them.
+
+    Raises:
+        ValueError: as of `listener`.
+    """
+    handles = listener(model, asked).hooks(observe)
+    compiles = "torch._dynamo" in sys.modules
+    with torch.compiler.set_stance("force_eager") if compiles else nullcontext():
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
 class Records(dict[str, Routing]):
     """What `record_routing` keeps: layer name -> the Routing of its last forward, detached."""
 
@@ -131,12 +150,12 @@ class record_routing:  # noqa: N801 - used like a function
     """
 
     def __init__(self, model: nn.Module, callback: Callback | None = None) -> None:
-        self._model, self._listener, self._callback = model, listener(model, "record_routing"), callback
-        self._handles: list[RemovableHandle] = []
+        listener(model, "record_routing")  # refuses a model without one now
+        self._model, self._callback, self._inside = model, callback, ExitStack()
         self.records = Records(type(model).__name__)
 
     def __enter__(self) -> Records:
-        self._handles = self._listener.hooks(self._take)
+        self._inside.enter_context(observe_routing(self._model, self._take, "record_routing"))
         return self.records
 
     def _take(self, name: str, routing: Routing, context: RoutingContext | None, hidden: Tensor) -> None:
@@ -146,11 +165,8 @@ class record_routing:  # noqa: N801 - used like a function
         else:
             self._callback(name, routing, context)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        while self._handles:
-            self._handles.pop().remove()
+    def __exit__(self, *error: object) -> None:
+        self._inside.close()
 
     @contextmanager
     def save(self, path: str | Path, *, weights: bool = True, logits: bool = False) -> Iterator[TraceWriter]:
@@ -175,10 +191,9 @@ class record_routing:  # noqa: N801 - used like a function
                 ids = given[0] if given[0] is not None and given[0].numel() == len(routing.experts) else None
                 writer.forward(name, routing, context, ids)
 
-            self._handles = [
-                self._model.register_forward_pre_hook(look, with_kwargs=True), *self._listener.hooks(take),
-            ]  # fmt: skip
+            handle = self._model.register_forward_pre_hook(look, with_kwargs=True)
             try:
-                yield writer
+                with observe_routing(self._model, take, "record_routing"):
+                    yield writer
             finally:
-                self.__exit__(None, None, None)
+                handle.remove()

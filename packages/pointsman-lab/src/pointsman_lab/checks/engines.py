@@ -1,13 +1,12 @@
 """The MoE layers of OLMo-core and torchtitan, trained as their own trainers do it, and what all engines share.
 
-With balance "pointsman" our router is in their place (`pointsman.engines`). What needs a GPU is replaced: OLMo's Triton
-experts by a loop, torchtitan's bf16 products by float32 ones.
+With balance "pointsman" our router is in their place (`pointsman.engines`). OLMo's experts, Triton kernels for a GPU,
+are replaced by a loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -125,11 +124,6 @@ class Torchtitan(OfEngine):
 
     name = "torchtitan"
     packages = ("torchtitan", "torch")
-
-    @contextmanager
-    def patched(self) -> Iterator[None]:
-        with super().patched(), mock.patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor):
-            yield
 
     def layer(self, setting: Setting, place: int) -> Layer:
         from torchtitan.models.common.linear import Linear

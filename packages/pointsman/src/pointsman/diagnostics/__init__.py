@@ -13,13 +13,14 @@ from pointsman.diagnostics.diagnose import (
 )
 from pointsman.diagnostics.jacobian import JacobianTerms
 from pointsman.diagnostics.monitor import RoutingMonitor, scalars
-from pointsman.diagnostics.observe import LayerGradient, layer_gradients, observe_routing
+from pointsman.diagnostics.observe import LayerGradient, layer_gradients
 from pointsman.diagnostics.specialisation import (
     OutputSimilarity,
     RepresentationCollapse,
     Specialisation,
 )
 from pointsman.diagnostics.statistics import CoActivation, Entropy, Fluctuation, Load, Margin, Mixing, load_summary
+from pointsman.recording import observe_routing
 
 __all__ = [
     "Batch",

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from pointsman._errors import did_you_mean
 from pointsman.diagnostics.base import Diagnostic, RoutingDiagnostic
-from pointsman.diagnostics.observe import named_layers, observe_mixing, observe_routing
+from pointsman.diagnostics.observe import named_layers, observe_mixing
 from pointsman.diagnostics.specialisation import OutputSimilarity, RepresentationCollapse, Specialisation
 from pointsman.diagnostics.statistics import CoActivation, Entropy, Load, Margin, Mixing
+from pointsman.recording import observe_routing
 from pointsman.routing import Routing, RoutingContext
 
 KINDS: dict[str, Callable[[], RoutingDiagnostic]] = {

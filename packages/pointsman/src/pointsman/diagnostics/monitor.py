@@ -160,9 +160,18 @@ class RoutingMonitor:
             window.sample(routing, mask)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of the last observed step, returned once; empty except at every N-th step."""
+        """The rows of the last observed step, returned once; empty except at every N-th step.
+
+        Raises:
+            ValueError: no router ran in the observed steps.
+        """
         if self._batches == 0 or self._step % self.every:
             return []
+        if not any(window.tokens for window in self._windows.values()):
+            raise ValueError(
+                f"RoutingMonitor: no router ran in {self._batches} observed steps; if the model was compiled and has "
+                "run before, call torch.compiler.reset() first: compiled code calls no hooks that came later"
+            )
         rows: list[dict[str, Any]] = []
         for name, window in self._over_ranks().items():
             if window.entropy.tensors:

@@ -12,23 +12,7 @@ from torch import Tensor, nn
 from pointsman.control import named_routers
 from pointsman.delivery import without_losses
 from pointsman.layer import MoE
-from pointsman.recording import Observer, listener
 from pointsman.routing import RoutingContext
-
-
-@contextmanager
-def observe_routing(model: nn.Module, observe: Observer) -> Iterator[None]:
-    """Calls observe(name, routing, context, input [tokens, dim]) at every forward of a router, or of a class's gate.
-
-    Raises:
-        ValueError: the model has no router.
-    """
-    handles = listener(model, "observe_routing").hooks(observe)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -176,6 +177,8 @@ def balance(
     homes = _homes(model)
     if not homes:
         raise ValueError(f"hf.balance: {no_gate(model)}")
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # code compiled before, even of another model of the class, would not call the hooks
     for home in homes:
         said = _prepare(home, float(number), how, like)
         logger.warning("balance: %s: %s", type(home).__name__, said)
