@@ -101,8 +101,9 @@ def main() -> None:
     data = rows(tokenizer, text["train"])
     folder = values.out / "mixtral"
 
-    # 1. A mixture of experts as anybody would train it.
+    # 1. A mixture of experts in transformers' Trainer, with a balance loss per layer in place of the class's own.
     model = small_mixtral(len(tokenizer))
+    hf.balance(model)
     train(model, data, values.out / "trainer", values.steps)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
