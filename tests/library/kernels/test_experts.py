@@ -72,9 +72,9 @@ MUTATIONS = {
         "inside = row < end\n        left_row",
         "inside = row >= 0\n        left_row",
     ),
-    "dropped rows in combine": ("permute.py", "there = (row[:, None] >= 0) &", "there = (row[:, None] >= -1) &"),
+    "dropped rows in combine": ("products.py", "there = (row[:, None] >= 0) &", "there = (row[:, None] >= -1) &"),
     "the weight of units": ("fused.py", "weighted = units * weight", "weighted = units"),
-    "the block's own count": ("permute.py", "shift = upto - here - ", "shift = upto - "),
+    "the block's own count": ("products.py", "shift = upto - here - ", "shift = upto - "),
     "the mask in backward": ("fused.py", "inner = inner * mask_of_units", "pass"),
     "the bias inside the product": (
         "fused.py",
@@ -94,10 +94,10 @@ MUTATIONS = {
     "the later sixteen": ("decode.py", "| (before % ROWS != 0)", "| (before != 0)"),
     "a part's share": ("decode.py", "tl.minimum(H, split * share + share)", "tl.minimum(H, share)"),
     "an expert that is none": ("decode.py", "if (expert >= 0) & (expert < E):", "if expert < E:"),
-    "the mask's slot": ("units.py", "tl.philox(tl.load(seed_ptr), slots,", "tl.philox(tl.load(seed_ptr), zero,"),
+    "the mask's slot": ("fused.py", "tl.philox(tl.load(seed_ptr), slots,", "tl.philox(tl.load(seed_ptr), zero,"),
     "the first tile of an expert": ("language.py", "tl.where(mine, upto - tiles, 0)", "tl.where(mine, upto, 0)"),
     "the last group of rows": ("language.py", "tl.minimum(rows - group * GROUP, GROUP)", "GROUP"),
-    "no assignments": ("permute.py", "max(1, triton.cdiv(slots, size))", "triton.cdiv(slots, size)"),
+    "no assignments": ("products.py", "max(1, triton.cdiv(slots, size))", "triton.cdiv(slots, size)"),
     "frozen weights": ("function.py", "and (want[of_weight] or want[of_bias])", ""),
 }
 
@@ -173,10 +173,10 @@ def compiled(
 
 
 def gemm_case(capability: int, rows: int, dtype: str, outer: bool) -> tuple[str, dict[str, Any], dict[str, int]]:
-    from pointsman.kernels.triton import tiles
+    from pointsman.kernels.triton import language
 
     exact = getattr(torch, dtype)
-    tile = tiles.tile_for(tiles.OUTER if outer else tiles.TIMES, exact, rows, capability // 10)
+    tile = language.tile_for("outer" if outer else "times", exact, rows, capability // 10)
     constants = {"PRECISION": "tf32x3" if dtype == "float32" else "ieee"}
     constants |= {"BM": tile.rows, "BN": tile.columns, "BK": tile.inner}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
@@ -216,10 +216,10 @@ def test_products_with_units_compile(
     name: str, rows: int, dtype: str, gated: bool, capability: int, tmp_path: Path
 ) -> None:
     """With all that can be at their ends: biases, GELU, gate, dropout."""
-    from pointsman.kernels.triton import tiles
+    from pointsman.kernels.triton import language
 
-    product = {"up_kernel": (tiles.UP, tiles.GATED_UP), "inner_kernel": (tiles.INNER, tiles.GATED_INNER)}[name][gated]
-    tile = tiles.tile_for(product, getattr(torch, dtype), rows, capability // 10)
+    product = {"up_kernel": ("up", "gated up"), "inner_kernel": ("inner", "gated inner")}[name][gated]
+    tile = language.tile_for(product, getattr(torch, dtype), rows, capability // 10)
     constants = {"E": 64, "EP": 128, "ACT": 1, "GATED": gated, "BIAS": True, "DROP": True}
     constants |= {"PRECISION": "tf32x3" if dtype == "float32" else "ieee"}
     constants |= {"BM": tile.rows, "BN": tile.columns, "BK": tile.inner}
@@ -260,10 +260,10 @@ def with_matrices(found: Any, what: str, capability: int, folder: Path, *, hoppe
 
 
 CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
-    "count": ("permute", "count_kernel", "bfloat16", {"E": 64, "EP": 128, "BS": 512}),
-    "place": ("permute", "place_kernel", "bfloat16", {"E": 64, "EP": 128, "BS": 512}),
-    "place256": ("permute", "place_kernel", "bfloat16", {"E": 256, "EP": 512, "BS": 512}),
-    "combine": ("permute", "combine_kernel", "bfloat16", {"K": 8, "WEIGHTED": True, "BT": 4, "BD": 1024}),
+    "count": ("products", "count_kernel", "bfloat16", {"E": 64, "EP": 128, "BS": 512}),
+    "place": ("products", "place_kernel", "bfloat16", {"E": 64, "EP": 128, "BS": 512}),
+    "place256": ("products", "place_kernel", "bfloat16", {"E": 256, "EP": 512, "BS": 512}),
+    "combine": ("products", "combine_kernel", "bfloat16", {"K": 8, "WEIGHTED": True, "BT": 4, "BD": 1024}),
     "decode": ("decode", "decode_combine_kernel", "bfloat16",
                {"K": 8, "E": 64, "SPLITS": 4, "BIAS": True, "BD": 512}),
 }  # fmt: skip

@@ -35,13 +35,9 @@ def assignment_counts(experts: Tensor, num_experts: int) -> Tensor:
 
 
 def balance(
-    probs: Tensor,
-    experts: Tensor,
-    mask: Tensor | None = None,
-    *,
-    earlier_counts: Tensor | None = None,
+    probs: Tensor, experts: Tensor, mask: Tensor | None = None, *, earlier_counts: Tensor | None = None,
     ranks: Ranks = ALONE,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """L = E sum_i f_i P_i: f_i the share of the assignments, P_i the mean probability (Switch Transformer, Eq. 4).
 
     1.0 where both are uniform; the gradient goes through P only.

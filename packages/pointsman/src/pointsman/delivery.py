@@ -194,14 +194,9 @@ class Deliver(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        output: Tensor,
-        scale: Tensor,
-        gather: Gather | None,
-        statistics: Mapping[str, Tensor],
-        kept: PendingLosses | None,
-        *losses: Tensor,
-    ) -> Tensor:
+        ctx: Any, output: Tensor, scale: Tensor, gather: Gather | None, statistics: Mapping[str, Tensor],
+        kept: PendingLosses | None, *losses: Tensor,
+    ) -> Tensor:  # fmt: skip
         ctx.scale, ctx.gather, ctx.statistics, ctx.kept = scale, gather, statistics, kept
         ctx.dtypes = [loss.dtype for loss in losses]
         return output.clone() if torch.compiler.is_compiling() else output.detach()

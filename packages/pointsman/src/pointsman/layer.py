@@ -52,23 +52,11 @@ class MoE(nn.Module):
     role = "moe"
 
     def __init__(
-        self,
-        dim: int,
-        hidden_dim: int,
-        num_experts: int,
-        *,
-        top_k: int = 2,
-        router: str | Router = "smoe",
-        activation: Literal["relu", "gelu", "silu"] = "relu",
-        gated: bool = False,
-        bias: bool = True,
-        dropout: float = 0.0,
-        experts: Literal["ffn", "base"] = "ffn",
-        attach_losses: bool = False,
-        shared_experts: int = 0,
-        shared_gate: bool = False,
-        vocab_size: int | None = None,
-    ) -> None:
+        self, dim: int, hidden_dim: int, num_experts: int, *, top_k: int = 2, router: str | Router = "smoe",
+        activation: Literal["relu", "gelu", "silu"] = "relu", gated: bool = False, bias: bool = True,
+        dropout: float = 0.0, experts: Literal["ffn", "base"] = "ffn", attach_losses: bool = False,
+        shared_experts: int = 0, shared_gate: bool = False, vocab_size: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         if experts not in EXPERTS:
             raise ValueError(f"unknown experts {experts!r}: {did_you_mean(experts, EXPERTS)}")

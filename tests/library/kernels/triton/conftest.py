@@ -20,7 +20,7 @@ if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the experts' kernels, in the order in which they are launched."""
-    from pointsman.kernels.triton import fused, permute, products
+    from pointsman.kernels.triton import fused, products
 
     names: list[str] = []
 
@@ -32,7 +32,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             names.append(self.name)
             return self.kernel[grid]
 
-    for module in (fused, permute, products):
+    for module in (fused, products):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Noted(name, getattr(module, name)))
     return names

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pointsman.kernels.triton import flash_ops, fused, language, permute, products, units
-from pointsman.kernels.triton.permute import Sorted, combine, sort
+from pointsman.kernels.triton import flash_ops, fused, language, products
+from pointsman.kernels.triton.products import Sorted, combine, sort
 from pointsman.ops.feed_forward import ACTIVATIONS
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -54,7 +54,7 @@ def routed(tokens: int, k: int, experts: int, dropped: float = 0.2, favourite: b
 )
 @pytest.mark.parametrize("dropped", [0.0, 0.3, 1.0])
 def test_sort(tokens: int, k: int, experts: int, block: int, dropped: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(permute, "BLOCK", block)
+    monkeypatch.setattr(products, "BLOCK", block)
     expert = routed(tokens, k, experts, dropped)
     for got, expected in zip(sort(expert, experts), plain_sort(expert, experts), strict=True):
         assert torch.equal(got, expected)
@@ -112,7 +112,7 @@ def test_products(tokens: int, inner: int, columns: int, favourite: bool, dtype:
 def masks(where: Sorted, tokens: int, k: int, width: int, rate: float, seed: int) -> Tensor:
     """What dropout multiplies hidden units by, [S, width] by row: those of inputs of 0, a bias of 1 and ReLU."""
     experts = len(where.ends)
-    setting = units.Setting("relu", rate, torch.tensor([seed]), torch.ones(experts, width), None)
+    setting = fused.Setting("relu", rate, torch.tensor([seed]), torch.ones(experts, width), None)
     return fused.up(torch.zeros(tokens, 16), torch.zeros(experts, width, 16), None, where, k, setting)[2]
 
 
@@ -131,7 +131,7 @@ def test_products_with_units(activation: str, gated: bool, dropout: float, dtype
     w_out = (torch.randn(experts, dim, width) * dim**-0.5).to(dtype)
     b_in, b_gate = torch.randn(2, experts, width).to(dtype)
     weight = torch.randn(tokens, k)
-    setting = units.Setting(activation, dropout, torch.tensor([seed]), *((b_in, b_gate) if bias else (None, None)))
+    setting = fused.Setting(activation, dropout, torch.tensor([seed]), *((b_in, b_gate) if bias else (None, None)))
     u, g, h = fused.up(hidden, w_in, w_gate if gated else None, where, k, setting)
     rows = hidden[order // k].double()
     tolerance = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
@@ -229,7 +229,7 @@ def test_many_sequences_are_one_dimension_of_programs(monkeypatch: pytest.Monkey
     for name in ("forward_kernel", "keys_kernel", "queries_kernel"):
         monkeypatch.setattr(flash_ops, name, Noted())
     for name in ("count_kernel", "place_kernel", "combine_kernel"):
-        monkeypatch.setattr(permute, name, Noted())
+        monkeypatch.setattr(products, name, Noted())
     for module in (products, fused):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Noted())
@@ -243,7 +243,7 @@ def test_many_sequences_are_one_dimension_of_programs(monkeypatch: pytest.Monkey
     combine(rows, where, 1)
     products.times(rows, torch.empty(1, 1, 16), where)
     products.outer(rows, torch.empty(count, 16), where)
-    setting = units.Setting("relu", 0.0, torch.zeros(1, dtype=torch.int64), None, None)
+    setting = fused.Setting("relu", 0.0, torch.zeros(1, dtype=torch.int64), None, None)
     u, _, _ = fused.up(rows, torch.empty(1, 16, 1), None, where, 1, setting)
     fused.inner(rows, torch.empty(1, 1, 16), u, None, rows, where, setting)
     assert len(grids) == 10

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from pointsman import build_router
-from pointsman.kernels.triton.route import Setting, route
+from pointsman.kernels.triton.route import forward
 from pointsman.ops.selection import top_k
 from pointsman.routers.frame import router as frame
 from pointsman.routers.frame import scoring
@@ -17,6 +17,14 @@ from pointsman.routers.frame.stages import FLOOR
 
 CASES: list[tuple[int, int, int, int]] = [(37, 24, 5, 2), (3, 17, 3, 3), (18, 33, 20, 8), (1, 7, 1, 1)]
 """Tokens, width, experts, k."""
+
+
+class Setting(NamedTuple):
+    """How logits become a choice."""
+
+    k: int
+    gate: str
+    renormalize: bool
 
 
 def expected(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, setting: Setting) -> list[Tensor]:
@@ -39,7 +47,7 @@ def test_against_float64(case: tuple[int, int, int, int], gate: str, renormalize
     weight, bias = (torch.randn(*shape).requires_grad_() for shape in ((count, width), (count,)))
     scale = torch.tensor(0.7, requires_grad=True)
     leaves, setting = [x, weight, bias, scale], Setting(k, gate, renormalize)
-    found, exact = route(x, weight, bias, scale, setting), expected(x, weight, bias, scale, setting)
+    found, exact = forward(x, weight, bias, scale, *setting), expected(x, weight, bias, scale, setting)
     assert torch.equal(found[2], exact[2])
     upper = [torch.randn(tokens, size) for size in (count, count, 0, k)]
     for chosen in ((0, 1, 3), (3,), (0,), (1,)):
@@ -68,13 +76,13 @@ def test_ties_infinities_and_nan() -> None:
     hidden = torch.eye(4)  # row i of the weights is column i of `rows`: products with 0 would spoil infinities
     for row in rows:
         bias = row.clone()
-        experts = route(hidden[:1] * 0, torch.ones(4, 4), bias, one, Setting(4, "sigmoid", False))[2]
+        experts = forward(hidden[:1] * 0, torch.ones(4, 4), bias, one, 4, "sigmoid", False)[2]
         assert torch.equal(experts, top_k(row[None], 4)), row
 
 
 def test_no_tokens() -> None:
     x, weight = torch.randn(0, 12, requires_grad=True), torch.randn(4, 12, requires_grad=True)
-    found = route(x, weight, None, torch.ones(()), Setting(2, "softmax", True))
+    found = forward(x, weight, None, torch.ones(()), 2, "softmax", True)
     assert [tuple(one.shape) for one in found] == [(0, 4), (0, 4), (0, 2), (0, 2)]
     gradients = torch.autograd.grad(found[3].sum() + found[1].sum(), [x, weight])
     assert not any(one.any() for one in gradients)
@@ -83,7 +91,7 @@ def test_no_tokens() -> None:
 def test_strided_weights_and_frozen_ones() -> None:
     x, full = torch.randn(9, 12, requires_grad=True), torch.randn(4, 13)
     weight = full[:, :-1]
-    found = route(x, weight, full[:, -1], torch.ones(()), Setting(2, "softmax", True))
+    found = forward(x, weight, full[:, -1], torch.ones(()), 2, "softmax", True)
     exact = expected(x, weight, full[:, -1], torch.ones(()), Setting(2, "softmax", True))
     upper = torch.randn(9, 2)
     close(found[3], exact[3], 1e-5)
@@ -95,7 +103,7 @@ def test_the_same_twice() -> None:
     x, weight = torch.randn(70, 20, requires_grad=True), torch.randn(6, 20, requires_grad=True)
     results = []
     for _ in range(2):
-        found = route(x, weight, None, torch.ones(()), Setting(2, "softmax", True))
+        found = forward(x, weight, None, torch.ones(()), 2, "softmax", True)
         results.append([*found, *torch.autograd.grad(found[3].square().sum() + found[1].square().sum(), [x, weight])])
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
@@ -158,6 +166,6 @@ def test_others_go_stage_by_stage(spec: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_floor_of_a_sum_is_that_of_the_stages() -> None:
     """Sigmoids so small that another floor would give other weights."""
     x, weight = torch.ones(1, 16), torch.full((3, 16), -2.0)
-    found = route(x, weight, None, torch.ones(()), Setting(2, "sigmoid", True))
+    found = forward(x, weight, None, torch.ones(()), 2, "sigmoid", True)
     assert found[1].sum() < 1e-9
     torch.testing.assert_close(found[3], torch.full((1, 2), 0.5))

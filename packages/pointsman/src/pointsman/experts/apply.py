@@ -18,11 +18,7 @@ from pointsman.routing import Routing
 
 
 def apply_experts(
-    hidden: Tensor,
-    routing: Routing,
-    parameters: ExpertParameters,
-    activation: str = "relu",
-    dropout: float = 0.0,
+    hidden: Tensor, routing: Routing, parameters: ExpertParameters, activation: str = "relu", dropout: float = 0.0
 ) -> Tensor:
     """`reference.apply_experts` on the fastest path that this device has.
 

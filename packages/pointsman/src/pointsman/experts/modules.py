@@ -44,16 +44,9 @@ class Experts(nn.Module):
     role = "experts"
 
     def __init__(
-        self,
-        dim: int,
-        hidden_dim: int,
-        num_experts: int,
-        *,
-        activation: str = "relu",
-        gated: bool = False,
-        bias: bool = True,
-        dropout: float = 0.0,
-    ) -> None:
+        self, dim: int, hidden_dim: int, num_experts: int, *, activation: str = "relu", gated: bool = False,
+        bias: bool = True, dropout: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"unknown activation {activation!r}: {did_you_mean(activation, ACTIVATIONS)}")
@@ -145,16 +138,9 @@ class BaseExperts(nn.Module):
     exchange: Exchange | None = None
 
     def __init__(
-        self,
-        dim: int,
-        hidden_dim: int,
-        num_experts: int,
-        *,
-        activation: str = "relu",
-        gated: bool = False,
-        bias: bool = True,
-        dropout: float = 0.0,
-    ) -> None:
+        self, dim: int, hidden_dim: int, num_experts: int, *, activation: str = "relu", gated: bool = False,
+        bias: bool = True, dropout: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.dim, self.hidden_dim, self.num_experts = dim, hidden_dim, num_experts
         self.norms = nn.ModuleList(ExpertNorm(dim, num_experts) for _ in range(self.sublayers_each))

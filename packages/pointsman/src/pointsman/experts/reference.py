@@ -21,12 +21,9 @@ def experts(parameters: ExpertParameters) -> list[ExpertParameters]:
 
 
 def expert(
-    hidden: Tensor,
-    parameters: ExpertParameters,
-    activation: str,
-    dropout: float = 0.0,
+    hidden: Tensor, parameters: ExpertParameters, activation: str, dropout: float = 0.0,
     generator: torch.Generator | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """One expert: W_out act(W_in x + b_in) + b_out; gated: W_out (act(W_gate x + b_gate) * (W_in x + b_in)) + b_out.
 
     Args:
@@ -47,13 +44,9 @@ def expert(
 
 
 def apply_experts(
-    hidden: Tensor,
-    routing: Routing,
-    parameters: ExpertParameters,
-    activation: str = "relu",
-    dropout: float = 0.0,
+    hidden: Tensor, routing: Routing, parameters: ExpertParameters, activation: str = "relu", dropout: float = 0.0,
     generator: torch.Generator | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """y_t = sum over the chosen pairs (t, e) of weight * expert_e(x_t).
 
     Args:

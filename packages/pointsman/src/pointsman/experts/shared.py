@@ -55,16 +55,9 @@ class SharedExperts(nn.Module):
     ranks: Ranks = ALONE
 
     def __init__(
-        self,
-        dim: int,
-        hidden_dim: int,
-        *,
-        activation: str = "relu",
-        gated: bool = False,
-        bias: bool = True,
-        dropout: float = 0.0,
-        gate: bool = False,
-    ) -> None:
+        self, dim: int, hidden_dim: int, *, activation: str = "relu", gated: bool = False, bias: bool = True,
+        dropout: float = 0.0, gate: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.dim, self.hidden_dim, self.activation, self.dropout = dim, hidden_dim, activation, dropout
         self.w_in = nn.Parameter(torch.empty(hidden_dim, dim))

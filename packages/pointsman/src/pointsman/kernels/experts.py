@@ -13,14 +13,9 @@ MOST_FEW = 64  # assignments that the kernels for decoding take
 
 
 def apply(
-    hidden: Tensor,
-    weight: Tensor,
-    token: Tensor | None,
-    expert: Tensor,
-    parameters: ExpertParameters,
-    activation: str,
+    hidden: Tensor, weight: Tensor, token: Tensor | None, expert: Tensor, parameters: ExpertParameters, activation: str,
     dropout: float,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The experts' combined output on the kernels that are active; arguments are those of `grouped_mm.apply`."""
     if token is not None or not with_triton(hidden):
         return grouped_mm.apply(hidden, weight, token, expert, parameters, activation, dropout)

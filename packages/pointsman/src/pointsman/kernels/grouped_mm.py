@@ -79,14 +79,9 @@ def _sort_keys(expert: Tensor, num_experts: int) -> Tensor:
 
 
 def apply(
-    hidden: Tensor,
-    weight: Tensor,
-    token: Tensor | None,
-    expert: Tensor,
-    parameters: ExpertParameters,
-    activation: str,
+    hidden: Tensor, weight: Tensor, token: Tensor | None, expert: Tensor, parameters: ExpertParameters, activation: str,
     dropout: float,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The experts' combined output [tokens, dim].
 
     Args:
@@ -176,14 +171,9 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        where: Layout,
-        activation: str,
-        dropout: float,
+        ctx: Any, hidden: Tensor, weight: Tensor, where: Layout, activation: str, dropout: float,
         *tensors: Tensor | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         p = ExpertParameters(*tensors)  # type: ignore[arg-type]
         ctx.dim = hidden.shape[1]
         if more := p.w_in.shape[2] - ctx.dim:  # 1 meets the biases, or zeros

@@ -23,9 +23,9 @@ def route(
     """
     if k > MOST_K or len(weight) > MOST_EXPERTS or torch.float64 in (rows.dtype, weight.dtype):
         return None
-    from pointsman.kernels.triton.route import Setting
-    from pointsman.kernels.triton.route import route as kernel
+    from pointsman.kernels.triton.route import forward
 
     weight, bias = upcast(weight), None if bias is None else upcast(bias)
     scale = weight.new_ones(()) if scale is None else scale
-    return kernel(rows, weight, bias, scale, Setting(k, gate, renormalize))
+    found: tuple[Tensor, Tensor, Tensor, Tensor] = forward(rows, weight, bias, scale, k, gate, renormalize)
+    return found

@@ -81,16 +81,9 @@ def forward(
 
 
 def backward(
-    gradient: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    at: Sorted,
-    p: ExpertParameters,
-    options: Options,
-    saved: Sequence[Saved],
-    wanted: Sequence[bool],
-    empty: Callable[[Tensor], Tensor] = torch.empty_like,
-) -> list[Tensor | None]:
+    gradient: Tensor, hidden: Tensor, weight: Tensor, at: Sorted, p: ExpertParameters, options: Options,
+    saved: Sequence[Saved], wanted: Sequence[bool], empty: Callable[[Tensor], Tensor] = torch.empty_like,
+) -> list[Tensor | None]:  # fmt: skip
     """Gradients of `hidden`, `weight` and the six parameters, as far as they are `wanted`.
 
     Args:

@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pointsman.kernels.triton.language import FUSED, dot, major_capability, power_of_2, precision
-from pointsman.kernels.triton.tiles import Tile
-from pointsman.kernels.triton.units import ACTIVATIONS, hidden
+from pointsman.kernels.triton.fused import ACTIVATIONS, hidden
+from pointsman.kernels.triton.language import FUSED, Tile, dot, major_capability, power_of_2, precision
 from pointsman.ops.feed_forward import ExpertParameters
 
 PROGRAMS = 512  # that should be at work at once: about four for each multiprocessor
@@ -169,17 +168,9 @@ def _split(programs: int, inner: int, block: int) -> tuple[int, int]:
 
 @torch.library.custom_op("pointsman::triton_decode", mutates_args=())
 def decode(
-    x: Tensor,
-    weight: Tensor,
-    expert: Tensor,
-    w_in: Tensor,
-    w_out: Tensor,
-    b_in: Tensor | None,
-    b_out: Tensor | None,
-    w_gate: Tensor | None,
-    b_gate: Tensor | None,
-    activation: str,
-) -> Tensor:
+    x: Tensor, weight: Tensor, expert: Tensor, w_in: Tensor, w_out: Tensor, b_in: Tensor | None, b_out: Tensor | None,
+    w_gate: Tensor | None, b_gate: Tensor | None, activation: str,
+) -> Tensor:  # fmt: skip
     """`apply`."""
     with torch.cuda.device_of(x):
         x, weight, expert = x.contiguous(), weight.contiguous(), expert.contiguous()

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from pointsman.kernels.grouped_mm import check_experts, output_bias_shares
 from pointsman.kernels.triton import fused
-from pointsman.kernels.triton.permute import Sorted, combine, sort
-from pointsman.kernels.triton.products import outer, times
-from pointsman.kernels.triton.units import Setting
+from pointsman.kernels.triton.fused import Setting
+from pointsman.kernels.triton.products import Sorted, combine, outer, sort, times
 from pointsman.ops.feed_forward import ExpertParameters
 from pointsman.ops.linear import refuse_second_derivatives
 

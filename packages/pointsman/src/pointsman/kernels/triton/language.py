@@ -1,8 +1,9 @@
-"""What several kernels share: products, the order of tiles, and sizes known on the host."""
+"""What several kernels share: products, the order of tiles, and sizes known on the host, among them those of tiles."""
 
 from __future__ import annotations
 
 import os
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -74,3 +75,45 @@ def precision(tensor: Tensor) -> str:
 def major_capability(device: torch.device) -> int:
     """The major compute capability of a CUDA device; 0: the interpreter, on a CPU."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+
+
+Product = Literal["times", "outer", "up", "gated up", "inner", "gated inner"]  # of `products.py` and `fused.py`
+
+
+class Tile(NamedTuple):
+    """BM x BN results of one program, BK of the inner dimension at a time."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The arguments of a kernel's launch."""
+        rows, columns, inner, warps, stages = self
+        return {"BM": rows, "BN": columns, "BK": inner, "num_warps": warps, "num_stages": stages}
+
+
+def tile_for(product: Product, dtype: torch.dtype, rows_each: int, capability: int) -> Tile:
+    """The tile of a product for experts of about so many rows, on a device of this major compute capability (0: the
+    interpreter). An estimate: nobody has measured."""
+    exact, hopper = dtype == torch.float32, capability >= 9
+    if capability == 0:
+        return Tile(16, 32, 16, 4, 1)
+    if product == "outer":
+        if exact:
+            return Tile(64, 64, 32, 4, 3)
+        return Tile(128, 128, 64, 8, 3) if hopper else Tile(64, 128, 32, 4, 4)
+    if rows_each <= 16:
+        return Tile(16, 64, 32, 4, 3) if exact else Tile(16, 128, 64, 4, 4)
+    if exact:
+        return Tile(64, 64 if product == "times" else 32, 32, 4, 3)
+    large = hopper and rows_each > 64
+    plain = Tile(128, 128, 64, 8, 4) if large else Tile(64, 128, 64 if hopper else 32, 4, 4)
+    if product in ("times", "up"):
+        return plain
+    if product == "gated inner":  # what follows the product wants registers of its own
+        return plain._replace(rows=64, columns=64 if hopper else 32)
+    return plain._replace(columns=64)

@@ -23,7 +23,6 @@ from pointsman.ops.linear import refuse_second_derivatives
 TINY = tl.constexpr(1e-20)
 """What keeps a sum of sigmoids away from zero: as in `routers.frame.stages`."""
 
-MOST_EXPERTS = 256
 SOFTMAX, SIGMOID = "softmax", "sigmoid"
 
 
@@ -192,30 +191,6 @@ def tile(padded: int, capability: int, backward: bool = False) -> Tile:
     return Tile(16, 32 if backward else 64, 8)
 
 
-class Setting(NamedTuple):
-    """How logits become a choice."""
-
-    k: int
-    gate: str
-    renormalize: bool
-
-
-def route(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, setting: Setting
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Logits [N, E], probabilities [N, E], experts [N, k] int64 and weights [N, k], float32.
-
-    Args:
-        x: [N, A], float32, bf16 or half.
-        weight, bias: [E, A] and [E], float32.
-        scale: s, [] or [1], float32.
-    """
-    found: tuple[Tensor, Tensor, Tensor, Tensor] = forward(
-        x, weight, bias, scale, setting.k, setting.gate, setting.renormalize
-    )
-    return found
-
-
 def _constants(x: Tensor, weight: Tensor, backward: bool = False) -> tuple[Tile, int]:
     padded = power_of_2(len(weight), 16)
     return tile(padded, major_capability(x.device), backward), padded
@@ -225,7 +200,13 @@ def _constants(x: Tensor, weight: Tensor, backward: bool = False) -> tuple[Tile,
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, k: int, gate: str, renormalize: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `route` returns."""
+    """Logits [N, E], probabilities [N, E], experts [N, k] int64 and weights [N, k], float32.
+
+    Args:
+        x: [N, A], float32, bf16 or half.
+        weight, bias: [E, A] and [E], float32.
+        scale: s, [] or [1], float32.
+    """
     with torch.cuda.device_of(x):
         x, weight = x.contiguous(), weight.contiguous()
         (tokens, width), experts = x.shape, len(weight)
