@@ -25,7 +25,7 @@ from pointsman.testing.case import context_for
 
 NUMBERS = (0.1, 0.25, 0.5, 1, 1.5, 2, 3)
 COMPILING = (routing.compiles, layer.compiles_in_training, layer.trains_the_same_parameters)
-PREPARED = ("kind=clustered", "kind=balanced", "kind=dispersed", "rare=")  # they are given counts or embeddings first
+PREPARED = ("kind=balanced", "rare=")  # they are given counts first
 
 
 class Compositions(frame.Campaign):

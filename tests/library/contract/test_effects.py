@@ -54,8 +54,6 @@ def observed(spec: str, steps: int = 4) -> dict[str, Tensor]:
     torch.manual_seed(1)
     layer = MoE(DIM, 4, EXPERTS, router=spec, vocab_size=VOCABULARY, attach_losses=True).double()
     router = layer.router
-    if getattr(router.score, "kind", "") == "clustered":
-        router.score.cluster(torch.randn(VOCABULARY, 3, generator=torch.Generator().manual_seed(0)))
     if getattr(router.score, "needs_counts", False):
         router.score.calibrate(list(range(VOCABULARY)))
     two = build_routers(spec, layers=2, dim=DIM, num_experts=EXPERTS, vocab_size=VOCABULARY)

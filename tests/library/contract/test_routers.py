@@ -61,7 +61,7 @@ PLAIN = [
     "sinkhorn:group=sequence:gate=sigmoid",
     "hash:gate=sqrtsoftplus",
     "hash:columns=2:gate=sqrtsoftplus:scale=1.5",
-    "stable:light=cnn",
+    "stable:light=bigram",
     "mask:visible=2",
     "compete:rate=1:diversity=0.1",
     "sparsemixer:version=1:r=1",

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from pointsman import RoutingContext, build_router
-from pointsman.routers.papers.hash import kmeans
 from pointsman.routing import Routing
 from tests.library.routers.oracle import DIM, Expected, compare, inputs, router_for, softmax
 
@@ -77,39 +76,6 @@ def test_the_balanced_table_fills_the_lightest_expert_first() -> None:
     other = build_router("hash:kind=balanced", dim=DIM, num_experts=3, top_k=1, vocab_size=7)
     other.load_state_dict(router.state_dict())
     other(torch.zeros(1, 2, DIM), RoutingContext(token_ids=torch.zeros(1, 2, dtype=torch.int64)))
-
-
-def test_the_clustered_table_is_of_near_embeddings() -> None:
-    router = build_router("hash:kind=clustered", dim=DIM, num_experts=3, top_k=1, vocab_size=30)
-    ids = RoutingContext(token_ids=torch.zeros(1, 2, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"call router.score.cluster\(embeddings\)"):
-        router(torch.zeros(1, 2, DIM), ids)
-    for bad in (torch.zeros(29, 2), torch.zeros(30), torch.full((30, 2), math.nan)):
-        with pytest.raises(ValueError, match=r"finite embeddings \[30, d\]"):
-            router.score.cluster(bad)
-    draw = torch.Generator().manual_seed(1)
-    centres = torch.tensor([[9.0, 0, 0], [0, 9, 0], [0, 0, 9]])
-    router.score.cluster(torch.randn(30, 3, generator=draw) + centres.repeat(10, 1))
-    found = [set(router.score.table[start::3].tolist()) for start in range(3)]
-    assert sorted(map(sorted, found)) == [[0], [1], [2]]
-    other = build_router("hash:kind=clustered", dim=DIM, num_experts=3, top_k=1, vocab_size=30)
-    other.load_state_dict(router.state_dict())
-    assert other(torch.zeros(1, 2, DIM), ids).experts.shape == (2, 1)
-
-
-@pytest.mark.parametrize("count", [1, 4, 9])
-def test_each_row_is_in_the_cluster_of_the_nearest_mean(count: int) -> None:
-    rows = torch.randn(60, 2, generator=torch.Generator().manual_seed(count))
-    labels = kmeans(rows, count, torch.Generator().manual_seed(0)).tolist()
-    points = rows.double().tolist()
-    means = {}
-    for label in set(labels):
-        of = [p for p, one in zip(points, labels, strict=True) if one == label]
-        means[label] = [sum(column) / len(of) for column in zip(*of, strict=True)]
-    for point, label in zip(points, labels, strict=True):
-        assert label == min(means, key=lambda one: math.dist(point, means[one]))
-    assert len(means) == count
-    assert kmeans(torch.zeros(5, 2), 3, torch.Generator().manual_seed(0)).tolist() == [0] * 5
 
 
 def test_a_table_of_columns_comes_first_and_the_walk_goes_on_without_them() -> None:

@@ -26,9 +26,6 @@ def light_features(score: Any, kind: str, line: list[int], place: int) -> Tensor
     if kind == "bigram":
         before = line[place - 1] if place else -1
         return (own + (own if before < 0 else score.token[before])) / 2
-    if kind == "cnn":
-        back = [line[place - j] if place >= j else -1 for j in range(5)]
-        return sum((c * score.token[i] for c, i in zip(score.kernel, back, strict=True) if i >= 0), 0 * own)
     return own
 
 
@@ -62,7 +59,7 @@ def transcription(router: Router, hidden: Tensor, mask: Tensor, k: int, light_ch
 
 @pytest.mark.parametrize("k", [1, 2, 6])
 @pytest.mark.parametrize("stage", ["one", "two", "evaluation"])
-@pytest.mark.parametrize("light", ["token", "bigram", "cnn"])
+@pytest.mark.parametrize("light", ["token", "bigram"])
 def test_transcription(k: int, stage: str, light: str) -> None:
     router = router_for(f"stable:stage_one=2:light={light}", k)
     hidden, mask = inputs()
@@ -74,10 +71,9 @@ def test_transcription(k: int, stage: str, light: str) -> None:
     compare(router, hidden, mask, expected, routed(router, hidden, mask))
 
 
-@pytest.mark.parametrize("light", ["bigram", "cnn"])
-def test_earlier_ids_are_carried_on(light: str) -> None:
+def test_earlier_ids_are_carried_on() -> None:
     """In segments of any length, and token by token after a memory of one token, as far as that reaches."""
-    router = router_for(f"stable:light={light}+similarity").eval()
+    router = router_for("stable:light=bigram+similarity").eval()
     hidden, _ = inputs()
     whole = router(hidden, RoutingContext(token_ids=IDS)).experts.view(3, 7, 2)
     past, found = None, []
@@ -86,20 +82,9 @@ def test_earlier_ids_are_carried_on(light: str) -> None:
         past, found = part.carry, [*found, part.experts.view(3, stop - start, 2)]
     assert torch.equal(torch.cat(found, 1), whole)
     assert past is not None
-    assert past["ids"].shape[1] == {"bigram": 1, "cnn": 4}[light]
+    assert past["ids"].shape[1] == 1
     alone = router(hidden[:, 3:], RoutingContext(token_ids=IDS[:, 3:])).experts.view(3, 4, 2)
     assert not torch.equal(alone, whole[:, 3:])
-
-
-def test_the_kernel_of_the_convolution_is_frozen_with_the_rest() -> None:
-    layer = MoE(5, 4, EXPERTS, router="stable:stage_one=1:light=cnn", vocab_size=64, attach_losses=True)
-    kernel = layer.router.score.kernel
-    assert float(kernel.detach().abs().max()) <= 5**-0.5
-    hidden, _ = inputs()
-    layer.double()(hidden, RoutingContext(token_ids=IDS)).sum().backward()
-    assert layer.router.score.kernel.grad.any()
-    step_end(layer)
-    assert not layer.router.score.kernel.requires_grad
 
 
 def test_the_load_by_hand() -> None:
@@ -164,7 +149,7 @@ def test_a_state_of_stage_one_trains_again_unless_the_router_is_frozen(frozen: b
 
 
 def test_without_a_stage_one_the_light_router_never_trains() -> None:
-    layer = MoE(5, 4, EXPERTS, router="stable:stage_one=0:light=cnn", vocab_size=64, attach_losses=True)
+    layer = MoE(5, 4, EXPERTS, router="stable:stage_one=0:light=bigram", vocab_size=64, attach_losses=True)
     assert not any(one.requires_grad for name, one in layer.router.score.named_parameters() if "gate" not in name)
     with torch.device("meta"):
         MoE(5, 4, EXPERTS, router="stable:stage_one=0", vocab_size=64, attach_losses=True)

@@ -17,12 +17,6 @@ from pointsman.routers.papers.thor import equal_weights, no_scores
 from pointsman.routers.papers.topk import LinearScorer
 from pointsman.routing import RoutingContext
 
-NEEDED = {
-    "balanced": "the counts of token ids: call router.score.calibrate(counts)",
-    "clustered": "embeddings of the token ids: call router.score.cluster(embeddings)",
-}
-"""What a table that is not random is made of."""
-
 
 class ByTokenIds(Scorer):
     """Reads token ids, and has the scores of `gate` inside (None: 0)."""
@@ -75,32 +69,6 @@ class ByTokenIds(Scorer):
         return replace(scored, extra={**scored.extra, **extra})
 
 
-ROUNDS = 100
-
-
-def kmeans(rows: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """The cluster, 0 to `count` - 1, of each row [n, d]: [n] int64; at most `ROUNDS` rounds, in float64 on the CPU.
-
-    A cluster without rows keeps its centre. The same generator gives the same clusters.
-    """
-    rows = rows.detach().cpu().double()
-    near = torch.full((len(rows),), torch.inf, dtype=torch.float64)
-    chosen: list[int] = []
-    for _ in range(count):
-        odds = near if chosen and bool(near.any()) else torch.ones_like(near)
-        chosen.append(int(torch.multinomial(odds, 1, generator=generator)))
-        near = torch.minimum(near, (rows - rows[chosen[-1]]).square().sum(1))
-    centres, labels = rows[chosen], torch.full((len(rows),), -1)
-    for _ in range(ROUNDS):
-        before, labels = labels, torch.cdist(rows, centres).argmin(1)
-        if torch.equal(before, labels):
-            break
-        sizes = labels.bincount(minlength=count)[:, None]
-        means = torch.zeros_like(centres).index_add_(0, labels, rows) / sizes.clamp_min(1)
-        centres = torch.where(sizes > 0, means, centres)
-    return labels
-
-
 class TableScorer(ByTokenIds):
     """Looks token ids up: the first experts of an id, and the stride at which its further ones follow.
 
@@ -109,7 +77,7 @@ class TableScorer(ByTokenIds):
 
     Args:
         vocab_size: V.
-        kind: "random": each id's experts drawn uniformly. "balanced": by `calibrate`. "clustered": by `cluster`.
+        kind: "random": each id's experts drawn uniformly. "balanced": by `calibrate`.
         seed: of the table.
         gate: the scores that weigh the chosen experts; None: logits are 0.
         columns: how many experts of an id the table names: `table` is [V], or [V, columns].
@@ -124,7 +92,7 @@ class TableScorer(ByTokenIds):
         self, gate: Scorer | None, num_experts: int, vocab_size: int, kind: str, seed: int, columns: int = 1
     ) -> None:
         super().__init__(gate, num_experts, vocab_size)
-        self.kind, self.seed = kind, seed
+        self.kind = kind
         draw = torch.Generator().manual_seed(seed)
         table = torch.randint(num_experts, (vocab_size,), generator=draw)
         if columns > 1:
@@ -157,21 +125,6 @@ class TableScorer(ByTokenIds):
         """Whether `calibrate` must be called first."""
         return self.kind == "balanced" and not bool(self.ready)
 
-    def cluster(self, embeddings: Tensor) -> None:
-        """Fills the table of `kind=clustered`: k-means of embeddings of the ids, one cluster an expert.
-
-        Args:
-            embeddings: [V, d], of a trained model.
-
-        Raises:
-            ValueError: not one row for every id, or numbers that are not finite.
-        """
-        if embeddings.dim() != 2 or len(embeddings) != self.vocab_size or not bool(embeddings.isfinite().all()):
-            raise ValueError(f"hash: cluster needs finite embeddings [{self.vocab_size}, d], one row for each token id")
-        draw = torch.Generator().manual_seed(self.seed)
-        self.table.copy_(kmeans(embeddings, self.num_experts, draw))
-        self.ready.fill_(True)
-
     def set_table(self, table: Tensor) -> None:
         """Takes a table of a trained model.
 
@@ -193,7 +146,7 @@ class TableScorer(ByTokenIds):
     def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
         ids = self.ids(context)
         if self.kind != "random" and not torch.compiler.is_compiling() and not bool(self.ready):
-            raise ValueError(f"hash: kind={self.kind} needs {NEEDED[self.kind]}")
+            raise ValueError("hash: kind=balanced needs the counts of token ids: call router.score.calibrate(counts)")
         columns = self.table[ids] if self.table.dim() > 1 else self.table[ids][..., None]
         return self.inside(hidden, context, columns=columns, stride=self.stride[ids])
 
@@ -244,13 +197,12 @@ def gate_scores(layer: LayerSpec, *, gate: Literal["none", "softmax", "sigmoid",
 
 @register_router("hash", paper="Roller et al. 2021, arXiv 2106.04426", scores=gate_scores, needs="nothing|positive")
 def hash_router(
-    layer: LayerSpec, stages: Stages, *, kind: Literal["random", "balanced", "clustered"] = "random", seed: int = 0,
+    layer: LayerSpec, stages: Stages, *, kind: Literal["random", "balanced"] = "random", seed: int = 0,
     columns: int = 1,
 ) -> Stages:  # fmt: skip
     """A fixed table of token ids says which experts a token goes to; nothing of it is trained.
 
-    kind: a random table, one balanced over the counts that `router.score.calibrate(counts)` is given, or one of the
-        clusters of the embeddings that `router.score.cluster(embeddings)` is given.
+    kind: a random table, or one balanced over the counts that `router.score.calibrate(counts)` is given.
     seed: of the table.
     columns: how many experts of an id the table names; the further ones follow at a stride of the id's own
         (DeepSeek-V4: k columns). `router.score.set_table(table)` takes the table of a trained model.

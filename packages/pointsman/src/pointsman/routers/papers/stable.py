@@ -20,17 +20,14 @@ from pointsman.routing import RoutingContext
 
 GAIN = 0.1
 WIDTH = 50
-EARLIER = {"token": 0, "bigram": 1, "cnn": 4}
-"""How many earlier tokens each light router sees."""
 
 
 class TwoStageScorer(ByTokenIds):
     """z = C h, and the light router's scores u . K_e, which stage two and evaluation choose by.
 
-    u_t = D[id_t] ("token"), the mean of D[id_t] and D[id_(t-1)] ("bigram"; the first token alone), or
-    sum_(j<5) c_j D[id_(t-j)] ("cnn"; zeros before the first token and for padding). C [E, dim] and K [E, 50] start
-    orthogonal with gain 0.1, D [V, 50] ~ N(0, 1), c [5] ~ U(-1, 1) / sqrt(5). `steps` counts the steps; after
-    `stage_one` of them D, K and c never train again, and the losses are 0.
+    u_t = D[id_t] ("token"), or the mean of D[id_t] and D[id_(t-1)] ("bigram"; the first token alone). C [E, dim] and
+    K [E, 50] start orthogonal with gain 0.1, D [V, 50] ~ N(0, 1). `steps` counts the steps; after `stage_one` of them D
+    and K never train again, and the losses are 0.
     """
 
     name = "stable"
@@ -47,10 +44,6 @@ class TwoStageScorer(ByTokenIds):
         self.light = nn.Parameter(torch.empty(num_experts, WIDTH))
         for weight in (*(gate.parameters() if own else ()), self.light):
             nn.init.orthogonal_(weight, gain=GAIN)
-        self.kernel: nn.Parameter | None = None
-        if kind == "cnn":
-            taps = EARLIER[kind] + 1
-            self.kernel = nn.Parameter(torch.empty(taps).uniform_(-(taps**-0.5), taps**-0.5))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self._has_frozen = False
         self._freeze_light()
@@ -64,29 +57,23 @@ class TwoStageScorer(ByTokenIds):
         return replace(scored, carry={**scored.carry, **carry})
 
     def _seen(self, ids: Tensor, context: RoutingContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """The ids [B, earlier + T] that the light router reads, -1 for padding and for none; and those to carry on."""
-        earlier = EARLIER[self.kind]
-        if not earlier:
+        """The ids [B, 1 + T] that a bigram's light router reads, -1 for padding and for none; and those to carry on."""
+        if self.kind == "token":
             return ids, {}
         if context.padding_mask is not None:
             ids = ids.masked_fill(~context.padding_mask, -1)
-        before = (context.past or {}).get("ids", ids[:, :0])[:, -earlier:]
-        seen = F.pad(torch.cat([before, ids], 1), (earlier - before.shape[1], 0), value=-1)
-        return seen, {"ids": seen[:, -earlier:]}
+        before = (context.past or {}).get("ids", ids[:, :0])[:, -1:]
+        seen = F.pad(torch.cat([before, ids], 1), (1 - before.shape[1], 0), value=-1)
+        return seen, {"ids": seen[:, -1:]}
 
     def _features(self, seen: Tensor, length: int) -> Tensor:
-        """u [B, T, 50] of the ids `seen` [B, earlier + T]."""
+        """u [B, T, 50] of the ids `seen` [B, (1 +) T]."""
         rows = F.embedding(seen.clamp_min(0), self.token)
         own = rows[:, -length:] if length else rows[:, :0]
-        if self.kind == "bigram":
-            there = (seen[:, :length] >= 0)[..., None]
-            return (own + torch.where(there, rows[:, :length], own)) / 2
-        if self.kernel is None:
+        if self.kind == "token":
             return own
-        rows = rows * (seen >= 0)[..., None]
-        last = len(self.kernel) - 1
-        taps = (weight * rows[:, last - place : last - place + length] for place, weight in enumerate(self.kernel))
-        return torch.stack(list(taps)).sum(0)
+        there = (seen[:, :length] >= 0)[..., None]
+        return (own + torch.where(there, rows[:, :length], own)) / 2
 
     def load(self, given: LossInput) -> Tensor:
         """(1/N) sum_e (n_e - nbar) / nbar sum_{n: e in A_n} sigmoid(z_ne), of the choice by z; 0 at balance."""
@@ -119,7 +106,7 @@ class TwoStageScorer(ByTokenIds):
         """Freezes the light router in stage two. A loaded state of stage one undoes that, unless `freeze` holds all."""
         if self.steps.is_meta:
             return
-        parts = [parameter for parameter in (self.token, self.light, self.kernel) if parameter is not None]
+        parts = (self.token, self.light)
         gate: Scorer = self.gate  # type: ignore[assignment]
         if int(self.steps) >= self.stage_one:
             for parameter in parts:
@@ -158,14 +145,14 @@ def stage_scores(layer: LayerSpec) -> Stages:
 @register_router("stable", paper="Dai et al. 2022, ACL, arXiv 2204.08396", scores=stage_scores, renormalize=False)
 def stable(
     layer: LayerSpec, stages: Stages, *, stage_one: Whole = 6000, load: NotNegative = 0.3, distill: NotNegative = 0.3,
-    light: Literal["token", "bigram", "cnn"] = "token",
+    light: Literal["token", "bigram"] = "token",
 ) -> Stages:  # fmt: skip
     """Two stages: a balanced router is learned and distilled into one of token ids alone, which is then frozen.
 
     stage_one: optimizer steps of stage one (the released code: 6,000 of 60,000).
     load: weight of its balance loss.
     distill: weight of the distillation.
-    light: what the distilled router sees: the token's id, also the one before it (bigram), or five ids (cnn).
+    light: what the distilled router sees: the token's id, or also the one before it (bigram).
     """
     own = layer.choice == layer.scores
     score = TwoStageScorer(stages.score, layer.num_experts, layer.need_vocab_size("stable"), stage_one, light, own)
