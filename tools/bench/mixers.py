@@ -1,7 +1,6 @@
 """What tokens informing each other costs, and how far it reaches.
 
     python -m tools.bench.mixers time             whole model, forward and backward, over the bare router
-    python -m tools.bench.mixers memory           peak memory of one mixer at 1k, 2k, 4k and 8k tokens
     python -m tools.bench.mixers neighbours       S[i, i] and the effective number of neighbours, by source and tau
 
 The shape of `time` is Mutual-Inform's medium model (6 layers, dim 352, 16 experts, k 2, 512 tokens) without its output
@@ -21,15 +20,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pointsman import AttentionTrace, RoutingContext, build_router, step_end
+from pointsman import RoutingContext, build_router, step_end
 from pointsman._files import write_whole
 from pointsman.ops.visible import Visible
-from pointsman.routers.frame.router import Router
 from pointsman.routers.mutual.mixers import AttentionInform
 from pointsman.routers.mutual.posterior import head_entropies
 from pointsman.routers.mutual.token_mixer import Neighbours, TokenMixer
 from pointsman.testing.peak import peak_bytes
-from pointsman_lab.models.blocks import RelativeAttention, RelativeContext
 from pointsman_lab.models.transformer_xl import TransformerXL
 from pointsman_lab.registry import preset_config
 from tools.bench.turns import Call, drawn, kept_bytes, machine, measured, ratio
@@ -86,34 +83,6 @@ def whole_model(args: argparse.Namespace) -> None:
     if args.out:
         command = f"python -m tools.bench.mixers {' '.join(sys.argv[1:])}"
         write_whole(args.out, json.dumps({"machine": machine(), "command": command, "seconds": seconds}, indent=1))
-
-
-def attended(hidden: Tensor, heads: int = 8) -> AttentionTrace:
-    """The trace of one relative attention over `hidden` [B, T, dim]."""
-    batch, length, dim = hidden.shape
-    attention = RelativeAttention(dim, heads, dim // heads, dropout=0.0)
-    content, position = torch.randn(2, heads, dim // heads)
-    context = RelativeContext(positions=torch.randn(length, dim), content_bias=content, position_bias=position)
-    trace: AttentionTrace | None = attention(hidden, hidden.new_zeros(batch, 0, dim), context, True)[1]
-    assert trace is not None
-    return trace
-
-
-def _backward(router: Router, hidden: Tensor, context: RoutingContext) -> None:
-    router(hidden, context).weights.square().sum().backward()
-
-
-def memory(args: argparse.Namespace) -> None:
-    dim = 352
-    print(f"peak memory of the router in MB, forward and backward, 1 sequence, dim {dim}, 16 experts")
-    for spec in (*SPECS, "smoe+attention:heads=all", "smoe+similarity:neighbours=lower-entropy"):
-        router, peaks = build_router(spec, dim=dim, num_experts=16), []
-        for length in (1024, 2048, 4096, 8192):
-            hidden = torch.randn(1, length, dim, requires_grad=True)
-            context = RoutingContext(attention=attended(hidden) if "attention" in spec else None)
-            peaks.append(peak_bytes(partial(_backward, router, hidden, context)))
-        grown = "  ".join(f"{peak / 2**20:8.1f}" for peak in peaks)
-        print(f"{spec:34} {grown}   8k over 1k: {peaks[-1] / peaks[0]:.2f}", flush=True)
 
 
 def neighbours(args: argparse.Namespace) -> None:
@@ -181,7 +150,7 @@ def neighbours_of(mixer: TokenMixer, hidden: Tensor, context: RoutingContext) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("time", "memory", "neighbours"))
+    parser.add_argument("what", choices=("time", "neighbours"))
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=10)
@@ -189,7 +158,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="time: a file for the seconds of every turn")
     parser.add_argument("--run", help="neighbours: a run directory instead of initial weights")
     args = parser.parse_args()
-    {"time": whole_model, "memory": memory, "neighbours": neighbours}[args.what](args)
+    {"time": whole_model, "neighbours": neighbours}[args.what](args)
 
 
 if __name__ == "__main__":

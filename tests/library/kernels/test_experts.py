@@ -325,7 +325,7 @@ def test_decoding_on_a_device(problem: Callable[..., Any], dtype: torch.dtype, t
     case = problem(tokens, 320, 96, 9, 2, dtype=dtype, gated=gated, dropped=0.2)
     parameters = ExpertParameters(*(None if one is None else one.detach().cuda() for one in case.parameters))
     given = case.hidden.detach().cuda(), case.weights.detach().cuda(), case.routing.experts.cuda()
-    found = [decode.apply(*given, parameters, case.activation) for _ in range(2)]
+    found = [decode.decode(*given, *parameters, case.activation) for _ in range(2)]
     assert torch.equal(*found)
     expected = case.reference(torch.zeros_like(case.hidden))[0]
     error = float((found[0].cpu().double() - expected).norm())

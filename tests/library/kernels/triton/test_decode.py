@@ -28,7 +28,7 @@ CASES: list[dict[str, Any]] = [
 
 @torch.no_grad()
 def run(case: Any) -> Tensor:
-    return decode.apply(case.hidden, case.weights, case.routing.experts, case.parameters, case.activation)
+    return decode.decode(case.hidden, case.weights, case.routing.experts, *case.parameters, case.activation)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -71,8 +71,8 @@ def test_the_dispatch(problem: Callable[..., Any], monkeypatch: pytest.MonkeyPat
     """A few assignments without gradients and dropout, in weights that can be read where they lie."""
     monkeypatch.setattr(on_gpu, "with_triton", lambda *_: True)
     case, calls = problem(tokens=6, gated=True, activation="silu", bias=False), []
-    plain = decode.apply
-    monkeypatch.setattr(decode, "apply", lambda *given: calls.append(1) or plain(*given))
+    plain = decode.decode
+    monkeypatch.setattr(decode, "decode", lambda *given: calls.append(1) or plain(*given))
     p = case.parameters
 
     def taken(expert: Tensor = case.routing.experts, parameters: Any = p, dropout: float = 0.0) -> bool:

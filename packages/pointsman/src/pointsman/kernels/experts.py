@@ -22,7 +22,8 @@ def apply(
     if not dropout and _few(hidden, weight, expert, parameters):
         from pointsman.kernels.triton import decode
 
-        return decode.apply(hidden, weight, expert, parameters, activation)
+        output: Tensor = decode.decode(hidden, weight, expert, *parameters, activation)
+        return output
     from pointsman.kernels.triton import function
 
     return function.apply(hidden, weight, expert, parameters, activation, dropout)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from pointsman.kernels.triton.fused import ACTIVATIONS, hidden
 from pointsman.kernels.triton.language import FUSED, Tile, dot, major_capability, power_of_2, precision
-from pointsman.ops.feed_forward import ExpertParameters
 
 PROGRAMS = 512  # that should be at work at once: about four for each multiprocessor
 PARTS = 4  # of an inner dimension, at most
@@ -131,19 +130,6 @@ def decode_combine_kernel(
     tl.store(out_ptr + t.to(tl.int64) * D + d, acc.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
-def apply(hidden: Tensor, weight: Tensor, expert: Tensor, parameters: ExpertParameters, activation: str) -> Tensor:
-    """The experts' combined output [tokens, dim] without dropout, which has no gradient.
-
-    Args:
-        hidden: [tokens, dim].
-        weight, expert: [tokens, k], together few (at most `kernels.experts.MOST_FEW`); an expert of -1 is none.
-        parameters: each expert's weights contiguous.
-    """
-    p = parameters
-    output: Tensor = decode(hidden, weight, expert, p.w_in, p.w_out, p.b_in, p.b_out, p.w_gate, p.b_gate, activation)
-    return output
-
-
 def tile(dtype: torch.dtype, gated: bool, capability: int) -> Tile:
     """Of the first product, on a device of this major compute capability (0: the interpreter)."""
     if capability == 0:
@@ -171,7 +157,13 @@ def decode(
     x: Tensor, weight: Tensor, expert: Tensor, w_in: Tensor, w_out: Tensor, b_in: Tensor | None, b_out: Tensor | None,
     w_gate: Tensor | None, b_gate: Tensor | None, activation: str,
 ) -> Tensor:  # fmt: skip
-    """`apply`."""
+    """The experts' combined output [tokens, dim] without dropout, which has no gradient.
+
+    Args:
+        x: [tokens, dim].
+        weight, expert: [tokens, k], together few (at most `kernels.experts.MOST_FEW`); an expert of -1 is none.
+        w_in, …: the experts' parameters, each expert's weights contiguous.
+    """
     with torch.cuda.device_of(x):
         x, weight, expert = x.contiguous(), weight.contiguous(), expert.contiguous()
         slots, k, (experts, width, dim) = expert.numel(), expert.shape[1], w_in.shape
