@@ -38,10 +38,6 @@ EXCEPTIONS = {
     ("recording", "hf"): "record_routing does, too",
     ("replay", "hf"): "replay_routing does, too",
 }
-CIRCLES = {
-    ("data.subwords", "data.vocabulary"),
-}
-"""Imports inside functions that close a circle between files: to be taken apart."""
 
 
 def imports(file: Path) -> Iterator[str]:
@@ -118,8 +114,7 @@ def test_imports_run_downward(package: str) -> None:
 @pytest.mark.parametrize("package", ROOMS)
 def test_files_import_in_no_circle(package: str) -> None:
     def allowed(name: str, target: str) -> bool:
-        pair = (name.removeprefix(f"{package}."), target.removeprefix(f"{package}."))
-        return (room(name), room(target)) in EXCEPTIONS or pair in CIRCLES or pair[::-1] in CIRCLES
+        return (room(name), room(target)) in EXCEPTIONS
 
     graph = {
         name: {target for target in targets if not allowed(name, target)} for name, targets in edges(package).items()

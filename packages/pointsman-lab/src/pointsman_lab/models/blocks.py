@@ -16,6 +16,7 @@ from pointsman.ops.linear import linear
 from pointsman.ops.relative import RelativeBias
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routing import AttentionTrace, RouterState, RoutingContext
+from pointsman_lab.models.attention import Bias, Rotate
 from pointsman_lab.models.traced_attention import traced_attention
 
 
@@ -121,16 +122,21 @@ class LayerContext:
         padding_mask: the same of the T new tokens.
         token_ids: [B, T].
         causal: whether routers keep to earlier tokens.
+        causal_attention: whether attention does.
         below: what the router of the sparse layer below handed on.
-        remember: whether anything is remembered of these tokens.
+        remember: whether keys and values of these tokens are remembered.
+        rotate, bias: positions, as `Attention` takes them.
     """
 
     key_mask: Tensor | None = None
     padding_mask: Tensor | None = None
     token_ids: Tensor | None = None
     causal: bool = True
+    causal_attention: bool = True
     below: RouterState | None = None
-    remember: bool = True
+    remember: bool = False
+    rotate: Rotate | None = None
+    bias: Bias | None = None
 
 
 class RouterStates(NamedTuple):
@@ -278,30 +284,62 @@ class FeedForwardLayer(nn.Module):
 
 
 class TransformerLayer(FeedForwardLayer):
-    """Attention with memory, then the feed-forward sublayer. Its memory is its input."""
+    """Attention, then the feed-forward sublayer. Its memory is keys and values."""
 
     def __init__(
-        self, dim: int, attention: RelativeAttention, inner: Sublayer, *, dropout: float, pre_norm: bool
+        self,
+        dim: int,
+        attention: nn.Module,
+        inner: Sublayer,
+        *,
+        dropout: float,
+        pre_norm: bool,
+        norm: Callable[[int], nn.Module] = Norm,
     ) -> None:
-        super().__init__(dim, inner, dropout=dropout, pre_norm=pre_norm)
+        super().__init__(dim, inner, dropout=dropout, pre_norm=pre_norm, norm=norm)
         self.attention = attention
-        self.attention_norm = Norm(dim)
+        self.attention_norm = norm(dim)
         self.dropout = dropout
 
+    def attend(
+        self, hidden: Tensor, memory: Tensor | None, context: Any, trace: bool
+    ) -> tuple[Tensor, Tensor | None, AttentionTrace | None]:
+        """hidden [B, T, dim], memory [B, M, width] -> the attention's output, what to remember, and the trace."""
+        found: tuple[Tensor, Tensor | None, AttentionTrace | None] = self.attention(
+            self.attention_norm(hidden) if self.pre_norm else hidden,
+            memory=memory,
+            key_mask=context.key_mask,
+            causal=context.causal_attention,
+            rotate=context.rotate,
+            bias=context.bias,
+            keep=context.remember,
+            trace=trace,
+        )
+        return found
+
     def forward(
-        self, hidden: Tensor, memory: Tensor, context: RelativeContext, past: RouterState | None, trace: bool
-    ) -> tuple[Tensor, Tensor, RouterStates | None, AttentionTrace | None]:
-        """hidden [B, T, dim], memory [B, M, dim] -> hidden, what to remember, what the router hands on, and the trace.
+        self, hidden: Tensor, memory: Tensor | None, context: Any, past: RouterState | None, trace: bool
+    ) -> tuple[Tensor, Tensor | None, RouterStates | None, AttentionTrace | None]:
+        """[B, T, dim], memory [B, M, width] -> hidden, what to remember, what the router hands on, and the trace.
 
         The trace is made only if this layer's router needs it, or if `trace` says that a later one does.
         """
-        kept = hidden.detach()
-        normed, before = hidden, memory
-        if self.pre_norm:
-            normed, before = self.attention_norm(hidden), self.attention_norm(memory)
-        mixed, seen = self.attention(normed, before, context, trace or self.needs_attention)
+        mixed, kept, seen = self.attend(hidden, memory, context, trace or self.needs_attention)
         hidden = hidden + dropout(mixed, self.dropout, self.training, self.ranks)
         if not self.pre_norm:
             hidden = self.attention_norm(hidden)
         hidden, handed = self.mix(hidden, context, seen, past)
         return hidden, kept, handed, seen if trace else None
+
+
+class RelativeLayer(TransformerLayer):
+    """The same with `RelativeAttention`. Its memory is its input."""
+
+    def attend(
+        self, hidden: Tensor, memory: Tensor | None, context: RelativeContext, trace: bool
+    ) -> tuple[Tensor, Tensor, AttentionTrace | None]:
+        """hidden, memory [B, M, dim] -> the attention's output, `hidden` detached, and the trace."""
+        assert memory is not None
+        normed, before = (self.attention_norm(one) if self.pre_norm else one for one in (hidden, memory))
+        mixed, seen = self.attention(normed, before, context, trace)
+        return mixed, hidden.detach(), seen

@@ -19,16 +19,14 @@ from torch import Tensor, nn
 
 from pointsman._errors import did_you_mean
 from pointsman._values import check_whole
-from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear
-from pointsman.routing import AttentionTrace, RouterState
 from pointsman_lab.models.attention import Attention
-from pointsman_lab.models.blocks import FeedForwardLayer, LayerContext, RouterStates
+from pointsman_lab.models.blocks import LayerContext
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.models.cross_entropy import linear_cross_entropy
 from pointsman_lab.models.initial import initialize, seeded
 from pointsman_lab.models.memory import Memory, mask_of_keys
-from pointsman_lab.models.stack import LanguageModel, Sublayer
+from pointsman_lab.models.stack import LanguageModel
 
 
 def frequencies(head_dim: int, theta: float) -> Tensor:
@@ -122,41 +120,6 @@ class RootMeanSquareNorm(nn.RMSNorm):
     role = "norm"
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecoderContext(LayerContext):
-    """What every layer needs; `rotate` turns queries and keys by their positions."""
-
-    rotate: Rotation
-
-
-class DecoderLayer(FeedForwardLayer):
-    """x + attention(norm(x)), then x + feed-forward(norm(x)). Its memory is keys and values."""
-
-    def __init__(self, dim: int, attention: Attention, inner: Sublayer, *, dropout: float, norm_eps: float) -> None:
-        norm = partial(RootMeanSquareNorm, eps=norm_eps)
-        super().__init__(dim, inner, dropout=dropout, pre_norm=True, norm=norm)
-        self.attention = attention
-        self.attention_norm = norm(dim)
-        self.dropout = dropout
-
-    def forward(
-        self, hidden: Tensor, memory: Tensor, context: DecoderContext, past: RouterState | None, trace: bool
-    ) -> tuple[Tensor, Tensor | None, RouterStates | None, AttentionTrace | None]:
-        """[B, T, dim], memory [B, M, width] -> hidden, all keys and values, what the router hands on, trace."""
-        mixed, kept, seen = self.attention(
-            self.attention_norm(hidden),
-            memory=memory,
-            key_mask=context.key_mask,
-            causal=True,
-            rotate=context.rotate,
-            keep=context.remember,
-            trace=trace or self.needs_attention,
-        )
-        hidden = hidden + dropout(mixed, self.dropout, self.training, self.ranks)
-        hidden, handed = self.mix(hidden, context, seen, past)
-        return hidden, kept, handed, seen if trace else None
-
-
 class Decoder(LanguageModel[DecoderConfig]):
     """A causal language model with a cache of keys and values.
 
@@ -177,8 +140,8 @@ class Decoder(LanguageModel[DecoderConfig]):
         with seeded(config.seed, "model"):
             self.embedding = DecoderEmbedding(config.vocab_size, dim, tied=config.tied)
 
-            def layer(inner: Sublayer) -> DecoderLayer:
-                attention = Attention(
+            self.build_layers(
+                lambda: Attention(
                     dim,
                     config.num_heads,
                     config.head_dim,
@@ -187,14 +150,10 @@ class Decoder(LanguageModel[DecoderConfig]):
                     bias=False,
                     qk_norm=None if config.qk_norm == "none" else norm,
                     norm_heads=config.qk_norm == "head",
-                )
-                return DecoderLayer(dim, attention, inner, dropout=config.dropout, norm_eps=config.norm_eps)
-
-            self.build_layers(
-                layer,
-                lambda inner: FeedForwardLayer(dim, inner, dropout=config.dropout, pre_norm=True, norm=norm),
+                ),
                 causal=not config.allow_non_causal,
                 causal_training=not (config.allow_non_causal or config.allow_non_causal_training),
+                norm=norm,
                 gated=config.gated,
                 bias=False,
             )
@@ -218,7 +177,7 @@ class Decoder(LanguageModel[DecoderConfig]):
         memory = self.checked(
             memory, embedded, 2 * (self.config.kv_heads or self.config.num_heads) * self.config.head_dim
         )
-        context = DecoderContext(
+        context = LayerContext(
             key_mask=mask_of_keys(memory, padding_mask, tokens),
             padding_mask=padding_mask,
             token_ids=tokens,

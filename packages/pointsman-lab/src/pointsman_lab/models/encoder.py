@@ -7,7 +7,7 @@ never attended, routed, counted or mixed.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -18,14 +18,14 @@ from pointsman._errors import did_you_mean
 from pointsman._values import check_whole
 from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear
-from pointsman.routing import AttentionTrace, check_padding_mask
+from pointsman.routing import check_padding_mask
 from pointsman_lab.models.attention import Attention, Bias
-from pointsman_lab.models.blocks import FeedForwardLayer, LayerContext, Norm, RouterStates
+from pointsman_lab.models.blocks import LayerContext, Norm
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.models.cross_entropy import linear_cross_entropy
 from pointsman_lab.models.initial import initialize, seeded
 from pointsman_lab.models.memory import Memory
-from pointsman_lab.models.stack import Stack, Sublayer
+from pointsman_lab.models.stack import Stack
 
 BUCKETS, FARTHEST = 32, 128  # of T5's relative positions (torchscale: --rel-pos-buckets 32 --max-rel-pos 128)
 
@@ -75,37 +75,6 @@ class EncoderConfig(ModelConfig):
                 raise ValueError(f"{name}={getattr(self, name)!r}: {did_you_mean(str(getattr(self, name)), allowed)}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class EncoderContext(LayerContext):
-    """What every layer needs; `bias` is that of T5's positions."""
-
-    bias: Bias | None = None
-
-
-class EncoderLayer(FeedForwardLayer):
-    """Attention over the whole text, then the feed-forward sublayer."""
-
-    def __init__(self, dim: int, attention: Attention, inner: Sublayer, *, dropout: float, pre_norm: bool) -> None:
-        super().__init__(dim, inner, dropout=dropout, pre_norm=pre_norm)
-        self.attention = attention
-        self.attention_norm = Norm(dim)
-        self.dropout = dropout
-
-    def forward(
-        self, hidden: Tensor, memory: None, context: EncoderContext, past: None, trace: bool
-    ) -> tuple[Tensor, None, RouterStates | None, AttentionTrace | None]:
-        """[B, T, dim] -> [B, T, dim], nothing to remember, what the router hands on, and the attention's trace."""
-        normed = self.attention_norm(hidden) if self.pre_norm else hidden
-        mixed, _, seen = self.attention(
-            normed, key_mask=context.key_mask, bias=context.bias, trace=trace or self.needs_attention
-        )
-        hidden = hidden + dropout(mixed, self.dropout, self.training, self.ranks)
-        if not self.pre_norm:
-            hidden = self.attention_norm(hidden)
-        hidden, handed = self.mix(hidden, context, seen, None)
-        return hidden, None, handed, seen if trace else None
-
-
 class Encoder(Stack[EncoderConfig]):
     """h0 = dropout(norm(E[x] + positions)), then the layers. No factor sqrt(dim) on the embedding (as in XLM-R)."""
 
@@ -116,14 +85,10 @@ class Encoder(Stack[EncoderConfig]):
             self.embedding = EncoderEmbedding(config)
             self.position_bias = PositionBuckets(config.num_heads) if config.positions == "t5" else None
 
-            def layer(inner: Sublayer) -> EncoderLayer:
-                attention = Attention(dim, config.num_heads, config.head_dim, dropout=config.attention_dropout)
-                return EncoderLayer(dim, attention, inner, dropout=config.dropout, pre_norm=pre_norm)
-
             self.build_layers(
-                layer,
-                lambda inner: FeedForwardLayer(dim, inner, dropout=config.dropout, pre_norm=pre_norm),
+                lambda: Attention(dim, config.num_heads, config.head_dim, dropout=config.attention_dropout),
                 causal=False,
+                pre_norm=pre_norm,
             )
             self.final_norm = Norm(dim) if pre_norm else None
             self.head = MaskedLanguageModelHead(dim, config.vocab_size) if head else None
@@ -150,12 +115,9 @@ class Encoder(Stack[EncoderConfig]):
             raise ValueError("an encoder reads a text as a whole: it has no memory of earlier segments")
         mask = tokens >= 0 if padding_mask is None else padding_mask
         check_padding_mask(mask, tokens.shape)
-        if mask.device.type == "cpu" and bool(mask.all()):
-            context = EncoderContext(token_ids=tokens, causal=False, bias=self._bias(tokens.shape[1]))
-        else:
-            context = EncoderContext(
-                key_mask=mask, padding_mask=mask, token_ids=tokens, causal=False, bias=self._bias(tokens.shape[1])
-            )
+        context = LayerContext(token_ids=tokens, causal=False, causal_attention=False, bias=self._bias(tokens.shape[1]))
+        if mask.device.type != "cpu" or not bool(mask.all()):
+            context = replace(context, key_mask=mask, padding_mask=mask)
         hidden = self.embedding(tokens.clamp_min(0), mask)
         hidden, _ = self.run_layers(dropout(hidden, self.config.dropout, self.training, self.ranks), context, None, 0)
         return hidden if self.final_norm is None else self.final_norm(hidden), None

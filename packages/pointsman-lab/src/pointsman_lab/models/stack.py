@@ -24,11 +24,13 @@ from pointsman_lab.models.blocks import (
     FeedForward,
     FeedForwardLayer,
     LayerContext,
+    Norm,
     ResidualFeedForward,
     RouterStates,
+    Sublayer,
+    TransformerLayer,
     no_view,
 )
-from pointsman_lab.models.blocks import Sublayer as Sublayer
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.models.initial import seeded
 from pointsman_lab.models.memory import Memory, Output, newest
@@ -61,20 +63,23 @@ class Stack(nn.Module, Generic[Config]):
 
     def build_layers(
         self,
-        layer: Callable[[Sublayer], nn.Module],
-        inserted: Callable[[Sublayer], FeedForwardLayer],
+        attention: Callable[[], nn.Module],
         *,
         causal: bool,
         causal_training: bool | None = None,
+        pre_norm: bool = True,
+        norm: Callable[[int], nn.Module] = Norm,
+        layer: Callable[..., nn.Module] = TransformerLayer,
         **experts: Any,
     ) -> None:
-        """Builds `layers` and `inserted`.
+        """Builds `layers`, and `inserted`, the extra layer that `moe_layers="after:l"` asks for.
 
         Args:
-            layer: makes a layer around its feed-forward sublayer.
-            inserted: makes the extra layer that `moe_layers="after:l"` asks for.
+            attention: makes the attention of a layer.
             causal: whether routers that look at later tokens are refused.
             causal_training: whether those that do so in training only are refused; None = `causal`.
+            pre_norm, norm: as of `FeedForwardLayer`.
+            layer: the class of the layers.
             experts: further arguments of `MoE` and `FeedForward` (gated, bias).
 
         Raises:
@@ -83,6 +88,7 @@ class Stack(nn.Module, Generic[Config]):
         config, layout = self.config, self.config.layout
         self._causal = causal, causal if causal_training is None else causal_training
         self.layers = nn.ModuleList()
+        sublayers: dict[str, Any] = {"dropout": config.dropout, "pre_norm": pre_norm, "norm": norm}
         sparse = 0
         for index in range(config.num_layers):
             inner: Sublayer = None
@@ -92,10 +98,10 @@ class Stack(nn.Module, Generic[Config]):
             elif index not in config.attention_only:
                 dropout = DENSE_DROPOUT.get(self._specs[0], config.dropout)
                 inner = self._dense(config.hidden_dim, dropout, experts)
-            self.layers.append(layer(inner))
+            self.layers.append(layer(config.dim, attention(), inner, **sublayers))
         self.inserted = None
         if layout.after is not None and self._specs[0] != "plain":
-            self.inserted = inserted(self._sparse("inserted", 0, experts))
+            self.inserted = FeedForwardLayer(config.dim, self._sparse("inserted", 0, experts), **sublayers)
 
     def _sparse(self, name: str, place: int, experts: dict[str, Any]) -> MoE | FeedForward | ResidualFeedForward:
         """What stands in the `place`-th sparse place: experts, or a baseline."""

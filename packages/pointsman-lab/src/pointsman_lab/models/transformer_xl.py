@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from pointsman._values import check_whole
 from pointsman.ops.linear import linear
-from pointsman_lab.models.blocks import FeedForwardLayer, Norm, RelativeAttention, RelativeContext, TransformerLayer
+from pointsman_lab.models.blocks import Norm, RelativeAttention, RelativeContext, RelativeLayer
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.models.cross_entropy import linear_cross_entropy
 from pointsman_lab.models.initial import initialize, seeded
 from pointsman_lab.models.memory import Memory, mask_of_keys
-from pointsman_lab.models.stack import LanguageModel, Sublayer
+from pointsman_lab.models.stack import LanguageModel
 
 
 @dataclass(frozen=True)
@@ -69,15 +69,12 @@ class TransformerXL(LanguageModel[TransformerXLConfig]):
             self.embedding = TiedEmbedding(config.vocab_size, dim)
             self.position_encoding = PositionBiases(config.num_heads, config.head_dim)
 
-            def layer(inner: Sublayer) -> TransformerLayer:
-                attention = RelativeAttention(dim, config.num_heads, config.head_dim, dropout=config.attention_dropout)
-                return TransformerLayer(dim, attention, inner, dropout=config.dropout, pre_norm=config.pre_norm)
-
             self.build_layers(
-                layer,
-                lambda inner: FeedForwardLayer(dim, inner, dropout=config.dropout, pre_norm=config.pre_norm),
+                lambda: RelativeAttention(dim, config.num_heads, config.head_dim, dropout=config.attention_dropout),
                 causal=not config.allow_non_causal,
                 causal_training=not (config.allow_non_causal or config.allow_non_causal_training),
+                pre_norm=config.pre_norm,
+                layer=RelativeLayer,
             )
             self.final_norm = Norm(dim) if config.pre_norm else None
         initialize(self, config.seed, config.init_std)

@@ -167,7 +167,8 @@ class ComparisonTable(Forms):
     def _tail(self) -> list[str]:
         """The titles of the columns after those of k."""
         costs = ["Router params", *(COSTS if self.counted else ()), "s/step", "Seeds"]
-        return ["Entropy", *self.experts_title, *([] if self.audit else costs)]
+        experts = ["experts/token"] if self.varies else []
+        return ["Entropy", *experts, *([] if self.audit else costs)]
 
     @property
     def counted(self) -> bool:
@@ -199,7 +200,8 @@ class ComparisonTable(Forms):
 
     def difference_grid(self) -> Grid:
         """Paired differences as text, significant ones in bold; only rows that can be paired."""
-        rows, significant, paired = [], set(), self.paired()
+        rows: list[list[str]] = []
+        significant, paired = set(), self.paired()
         shown = {router: of for router, of in paired.items() if any(one.values for one in of.values())}
         for router, of in shown.items():
             significant |= {(len(rows), j) for j, one in enumerate(of.values(), 1) if one.sign and one.enough}
@@ -218,10 +220,6 @@ class ComparisonTable(Forms):
         else:
             caption += ". None has three seeds, so none has an interval."
         return Grid(["router", *self.titles], rows, significant, caption).named(self.names)
-
-    @property
-    def experts_title(self) -> list[str]:
-        return ["experts/token"] if self.varies else []
 
     @property
     def titles(self) -> list[str]:
@@ -260,15 +258,8 @@ class ComparisonTable(Forms):
         """Comma-separated, full precision, one line a router."""
         per_k = [name for k in self.top_k for name in (f"k={k} mean", f"k={k} std", f"k={k} seeds")]
         costs = ["FLOPs a token", "active parameters", "parameters"] if self.counted else []
-        tail = [
-            "entropy mean",
-            "entropy std",
-            "router parameters",
-            *costs,
-            "step seconds",
-            "seeds done",
-            "seeds missing",
-        ]
+        seconds = ["step seconds", "seeds done", "seeds missing"]
+        tail = ["entropy mean", "entropy std", "router parameters", *costs, *seconds]
         rows = []
         for row in self.rows:
             line: list[Any] = [row.router, self.metric.name, self.split]

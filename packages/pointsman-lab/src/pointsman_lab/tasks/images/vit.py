@@ -23,11 +23,10 @@ from pointsman._values import check_whole
 from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear
 from pointsman_lab.models.attention import Attention
-from pointsman_lab.models.blocks import FeedForwardLayer, Norm
+from pointsman_lab.models.blocks import LayerContext, Norm
 from pointsman_lab.models.config import ModelConfig
-from pointsman_lab.models.encoder import EncoderContext, EncoderLayer
 from pointsman_lab.models.initial import initialize, seeded
-from pointsman_lab.models.stack import Stack, Sublayer
+from pointsman_lab.models.stack import Stack
 
 POSITION_STD = 0.02  # of V-MoE's code
 POSITIONS = "embedding.position"
@@ -113,12 +112,9 @@ class VisionTransformer(Stack[VisionTransformerConfig]):
         with seeded(config.seed, "model"):
             self.embedding = PatchEmbedding(config)
 
-            def layer(inner: Sublayer) -> EncoderLayer:
-                attention = Attention(dim, config.num_heads, config.head_dim, dropout=config.attention_dropout)
-                return EncoderLayer(dim, attention, inner, dropout=config.dropout, pre_norm=True)
-
             self.build_layers(
-                layer, lambda inner: FeedForwardLayer(dim, inner, dropout=config.dropout, pre_norm=True), causal=False
+                lambda: Attention(dim, config.num_heads, config.head_dim, dropout=config.attention_dropout),
+                causal=False,
             )
             self.final_norm = Norm(dim)
             self.head = ImageHead(dim, config.representation, config.num_classes)
@@ -144,7 +140,7 @@ class VisionTransformer(Stack[VisionTransformerConfig]):
     def encode(self, images: Tensor) -> tuple[Tensor, None]:
         """images [B, 3, S, S] in [-1, 1] -> the last hidden states [B, T, dim]; there is no memory."""
         hidden = dropout(self.embedding(images), self.config.dropout, self.training, self.ranks)
-        hidden, _ = self.run_layers(hidden, EncoderContext(causal=False), None, 0)
+        hidden, _ = self.run_layers(hidden, LayerContext(causal=False, causal_attention=False), None, 0)
         return self.final_norm(hidden), None
 
     def forward(self, images: Tensor) -> Tensor:

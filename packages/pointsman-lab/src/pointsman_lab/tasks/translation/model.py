@@ -10,7 +10,7 @@ Shapes: B pairs, S source and T target tokens, M cached positions, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear
 from pointsman.routing import AttentionTrace, RouterState
 from pointsman_lab.models.attention import Attention
-from pointsman_lab.models.blocks import FeedForwardLayer, LayerContext, Norm, RouterStates, no_view
+from pointsman_lab.models.blocks import LayerContext, Norm, RouterStates, TransformerLayer, no_view
 from pointsman_lab.models.config import ModelConfig, parse_moe_layers
 from pointsman_lab.models.encoder import Encoder, EncoderConfig
 from pointsman_lab.models.initial import initialize, seeded
@@ -88,16 +88,15 @@ class TargetContext(LayerContext):
     source_mask: Tensor
 
 
-class TargetLayer(FeedForwardLayer):
+class TargetLayer(TransformerLayer):
     """Self-attention over earlier target tokens, attention over the source, feed-forward. It remembers keys, values."""
 
     def __init__(
-        self, dim: int, index: int, attention: Attention, cross: Attention, inner: Sublayer, *, dropout: float
+        self, dim: int, index: int, attention: Attention, cross: Attention, inner: Sublayer, **sublayers: Any
     ) -> None:
-        super().__init__(dim, inner, dropout=dropout, pre_norm=True)
-        self.index, self.dropout = index, dropout
-        self.attention, self.cross = attention, cross
-        self.attention_norm, self.cross_norm = Norm(dim), Norm(dim)
+        super().__init__(dim, attention, inner, **sublayers)
+        self.index, self.cross = index, cross
+        self.cross_norm = Norm(dim)
 
     def source_keys(self, source: Tensor) -> Tensor:
         """[B, S, dim] -> keys and values side by side [B, S, 2 width]."""
@@ -108,13 +107,7 @@ class TargetLayer(FeedForwardLayer):
         self, hidden: Tensor, memory: Tensor, context: TargetContext, past: RouterState | None, trace: bool
     ) -> tuple[Tensor, Tensor | None, RouterStates | None, AttentionTrace | None]:
         """[B, T, dim], memory [B, M, 2 width] -> hidden, all keys and values, what the router hands on, trace."""
-        mixed, kept, seen = self.attention(
-            self.attention_norm(hidden),
-            memory=memory,
-            causal=True,
-            keep=context.remember,
-            trace=trace or self.needs_attention,
-        )
+        mixed, kept, seen = self.attend(hidden, memory, context, trace or self.needs_attention)
         hidden = hidden + dropout(mixed, self.dropout, self.training, self.ranks)
         normed = self.cross_norm(hidden)
         crossed, _, _ = self.cross(
@@ -153,14 +146,14 @@ class TargetStack(Stack[TranslationConfig]):
         super().__init__(config)
         dim = config.dim
 
-        def layer(inner: Sublayer) -> TargetLayer:
-            made = [Attention(dim, config.num_heads, config.head_dim, dropout=config.attention_dropout) for _ in "12"]
-            return TargetLayer(dim, len(self.layers), made[0], made[1], inner, dropout=config.dropout)
+        def attention() -> Attention:
+            return Attention(dim, config.num_heads, config.head_dim, dropout=config.attention_dropout)
+
+        def layer(dim: int, own: Attention, inner: Sublayer, **sublayers: Any) -> TargetLayer:
+            return TargetLayer(dim, len(self.layers), own, attention(), inner, **sublayers)
 
         self.embedding = TargetEmbedding(config.max_length, dim)
-        self.build_layers(
-            layer, lambda inner: FeedForwardLayer(dim, inner, dropout=config.dropout, pre_norm=True), causal=True
-        )
+        self.build_layers(attention, causal=True, layer=layer)
         self.final_norm = Norm(dim)
 
     def forward(
