@@ -16,10 +16,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from huggingface_mixtral import byte_tokenizer, rows, small_mixtral, train
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import pointsman
 from pointsman import hf
@@ -27,6 +37,42 @@ from pointsman_lab.data.corpus import open_corpus
 
 LENGTH = 256
 BATCH = 16
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte: nothing to download."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *alphabet])}
+    inner = Tokenizer(models.BPE(vocabulary, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
+
+
+def small_mixtral(vocabulary: int) -> MixtralForCausalLM:
+    config = MixtralConfig(
+        vocab_size=vocabulary,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=256,
+        output_router_logits=True,
+        router_aux_loss_coef=0.01,
+        pad_token_id=0,
+        eos_token_id=1,
+        experts_implementation="pointsman",  # the fast experts; from_pretrained takes it, too
+    )
+    return MixtralForCausalLM(config)
+
+
+def rows(tokenizer: Any, text: str) -> list[dict[str, torch.Tensor]]:
+    ids = torch.from_numpy(np.array(tokenizer(text)["input_ids"]))
+    ids = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
+    return [{"input_ids": row, "labels": row} for row in ids]
 
 
 @torch.no_grad()
@@ -63,8 +109,23 @@ class Valid(TrainerCallback):
 
 def train_on(model: Any, text: dict[str, Any], out: Path, steps: int, learning_rate: float, seed: int) -> list[Any]:
     valid = Valid(text["valid"], every=100)
-    changes = {"warmup_steps": min(100, steps // 10), "weight_decay": 0.01, "logging_steps": 50, "seed": seed}
-    train(model, text["train"], out / "trainer", steps, valid, learning_rate=learning_rate, **changes)
+    arguments = TrainingArguments(
+        output_dir=str(out / "trainer"),
+        max_steps=steps,
+        per_device_train_batch_size=BATCH,
+        learning_rate=learning_rate,
+        warmup_steps=min(100, steps // 10),
+        lr_scheduler_type="cosine",
+        weight_decay=0.01,
+        logging_steps=50,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        seed=seed,
+        use_cpu=not torch.cuda.is_available(),
+        dataloader_pin_memory=torch.cuda.is_available(),
+    )
+    Trainer(model=model, args=arguments, train_dataset=text["train"], callbacks=[valid, hf.StepEnd()]).train()
     return valid.log
 
 
@@ -73,12 +134,12 @@ def read(tokenizer: Any, name: str, start: int, tokens: int) -> dict[str, list[d
     corpus = open_corpus(name)
     train_ids, valid_ids = corpus.split("train")[start : start + tokens], corpus.split("valid")[: 100 * LENGTH]
     parts = {"train": corpus.vocabulary.decode(train_ids), "valid": corpus.vocabulary.decode(valid_ids)}
-    return {part: rows(tokenizer, text, LENGTH) for part, text in parts.items()}
+    return {part: rows(tokenizer, text) for part, text in parts.items()}
 
 
 def first_training(values: argparse.Namespace) -> None:
     tokenizer = byte_tokenizer()
-    model = small_mixtral(len(tokenizer), layers=4)
+    model = small_mixtral(len(tokenizer))
     print(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters")
     if values.balance == "pointsman":
         hf.balance(model)

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from scipy.stats import rankdata
+
 from pointsman import list_routers
 from pointsman._errors import RunError, Stopped
 from pointsman._files import read_json, write_whole
@@ -240,16 +242,9 @@ def correlations(card: Card, measured: Mapping[str, Mapping[str, float]]) -> lis
 
 def spearman(pairs: Sequence[tuple[float, float]]) -> float:
     """Spearman's rank correlation, ties at their mean rank; 0 where one side is constant."""
-    first, second = (ranks([pair[side] for pair in pairs]) for side in (0, 1))
-    spread = math.sqrt(sum(a * a for a in first) * sum(b * b for b in second))
-    return sum(a * b for a, b in zip(first, second, strict=True)) / spread if spread else 0.0
-
-
-def ranks(values: Sequence[float]) -> list[float]:
-    """Ranks about their mean."""
-    order = sorted(values)
-    places = {value: order.index(value) + (order.count(value) - 1) / 2 for value in set(values)}
-    return [places[value] - (len(values) - 1) / 2 for value in values]
+    first, second = (ranks - ranks.mean() for ranks in rankdata(pairs, axis=0).T)
+    spread = math.sqrt(first @ first * (second @ second))
+    return float(first @ second) / spread if spread else 0.0
 
 
 def _number(value: float | None) -> str:

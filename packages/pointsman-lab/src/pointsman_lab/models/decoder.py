@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -47,20 +47,10 @@ def angles(head_dim: int, theta: float, positions: int, like: Tensor) -> tuple[T
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
-class Rotation(NamedTuple):
-    """Rotates the pairs (i, i + D / 2) of heads by the angles of their positions.
-
-    Attributes:
-        cos, sin: [positions, D], from `angles`.
-    """
-
-    cos: Tensor
-    sin: Tensor
-
-    def __call__(self, heads: Tensor, first: int) -> Tensor:
-        """heads [B, S, H, D], whose first stands at position `first`."""
-        cos, sin = (table[first : first + heads.shape[1], None] for table in self)
-        return heads * cos + heads.roll(heads.shape[-1] // 2, -1) * sin
+def rotated(cos: Tensor, sin: Tensor, heads: Tensor, first: int) -> Tensor:
+    """heads [B, S, H, D], the first at position `first`, pairs (i, i + D / 2) turned by the `angles` [positions, D]."""
+    cos, sin = (table[first : first + heads.shape[1], None] for table in (cos, sin))
+    return heads * cos + heads.roll(heads.shape[-1] // 2, -1) * sin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +173,7 @@ class Decoder(LanguageModel[DecoderConfig]):
             token_ids=tokens,
             causal=not self.config.allow_non_causal,
             remember=memory_length > 0,
-            rotate=Rotation(*self._rotation(memory.length + tokens.shape[1], embedded)),
+            rotate=partial(rotated, *self._rotation(memory.length + tokens.shape[1], embedded)),
         )
         hidden, kept = self.run_layers(self._drop(embedded), context, memory, memory_length)
         assert kept is not None

@@ -21,12 +21,12 @@ from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear
 from pointsman.routing import AttentionTrace, RouterState
 from pointsman_lab.models.attention import Attention
-from pointsman_lab.models.blocks import LayerContext, Norm, RouterStates, TransformerLayer, no_view
+from pointsman_lab.models.blocks import LayerContext, Norm, RouterStates, Sublayer, TransformerLayer, no_view
 from pointsman_lab.models.config import ModelConfig, parse_moe_layers
 from pointsman_lab.models.encoder import Encoder, EncoderConfig
 from pointsman_lab.models.initial import initialize, seeded
 from pointsman_lab.models.memory import Memory
-from pointsman_lab.models.stack import Stack, Sublayer
+from pointsman_lab.models.stack import Stack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ class TargetLayer(TransformerLayer):
         return torch.cat([linear(source, each.weight, each.bias) for each in maps], -1)
 
     def forward(
-        self, hidden: Tensor, memory: Tensor, context: TargetContext, past: RouterState | None, trace: bool
+        self, hidden: Tensor, memory: Tensor | None, context: TargetContext, past: RouterState | None, trace: bool
     ) -> tuple[Tensor, Tensor | None, RouterStates | None, AttentionTrace | None]:
         """[B, T, dim], memory [B, M, 2 width] -> hidden, all keys and values, what the router hands on, trace."""
         mixed, kept, seen = self.attend(hidden, memory, context, trace or self.needs_attention)
