@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pointsman import MoE, Router, build_router, list_routers, materialize, replay_routing
-from pointsman.routers.frame.canonical import canonical
+from pointsman.routers.frame.canonical import canonical, same_routers
 from pointsman.routers.frame.registry import ROUTERS, parse_spec
 from tests.library.routers.oracle import DIM, EXPERTS, inputs, ranked, route, router_for
 
@@ -172,3 +172,8 @@ def test_a_replayed_routing_has_the_weights_of_the_original(spec: str) -> None:
     torch.testing.assert_close(after.weights, before.weights)
     some = (before.experts >= 0).any(-1)
     torch.testing.assert_close(before.weights.sum(-1)[some], torch.ones(int(some.sum())))
+
+
+def test_rows_of_the_same_router_are_named() -> None:
+    specs = ["smoe|xmoe", "smoe", "dense", "smoe@smoe", "xmoe@loss-free", "smoe@smoe|xmoe:gate=softmax"]
+    assert same_routers(specs) == [("smoe@smoe", "smoe"), ("smoe@smoe|xmoe:gate=softmax", "smoe|xmoe")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pointsman.routers.frame.entries import BASELINES, MIXERS, ROUTERS, Entry, LayerSpec
@@ -35,6 +36,13 @@ def canonical(spec: str) -> str:
     defaults = MIXERS[parsed.mixer].of_scores
     mixed = converted(parsed.mixer_options, defaults, MIXERS[parsed.mixer], spec)
     return f"{text}+{part(parsed.mixer, {name: one for name, one in mixed.items() if one != defaults[name].default})}"
+
+
+def same_routers(specs: Sequence[str]) -> list[tuple[str, str]]:
+    """Each spec that names the router of an earlier one, and that; specs of a model's layers stand with "|" between."""
+    first: dict[str, str] = {}
+    found = [(spec, first.setdefault("|".join(map(canonical, spec.split("|"))), spec)) for spec in specs]
+    return [(spec, earlier) for spec, earlier in found if spec != earlier]
 
 
 def _rules(entry: Entry) -> tuple[Any, ...]:
