@@ -187,8 +187,8 @@ def refusals(router: str, folder: Path) -> Iterator[None]:
 
 
 WORK: dict[str, tuple[Callable[[str, Path], Iterator[None]], float, int]] = {
-    "training": (training, 4, 2000), "trainer": (trainer, 2, 2000), "forgotten losses": (forgotten_losses, 1, 600), "evaluation": (evaluation, 3, 800),
-    "building": (building, 2, 1200), "monitoring": (monitoring, 1, 400), "checkpoints": (checkpoints, 1, 200),
-    "runs": (runs, 1, 24), "refusals": (refusals, 1, 200),
+    "training": (training, 4, 2000), "trainer": (trainer, 2, 2000), "forgotten losses": (forgotten_losses, 1, 600),
+    "evaluation": (evaluation, 3, 800), "building": (building, 2, 1200), "monitoring": (monitoring, 1, 400),
+    "checkpoints": (checkpoints, 1, 200), "runs": (runs, 1, 24), "refusals": (refusals, 1, 200),
 }  # fmt: skip
 """Name -> the work, how often it is drawn, and its steps."""

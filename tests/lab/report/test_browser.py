@@ -143,13 +143,6 @@ def test_legend_hides_a_row_and_log_switches(opened: Any) -> None:
     assert "(log)" in run(opened, "return document.querySelector('#quality svg.chart').textContent")
 
 
-def test_tasks_are_drawn_and_switched(opened: Any) -> None:
-    text = "return document.querySelector(arguments[0]).textContent"
-    assert "accuracy (%)" in run(opened, text, "#task-0 svg.chart")
-    click(opened, "#task-0 .controls button[data-value=scratch]")
-    assert run(opened, "return document.querySelectorAll('#task-0 svg.chart .series').length") == 1
-
-
 def test_legend_singles_out_a_row(opened: Any) -> None:
     hover(opened, find(opened, "#quality .legend button:nth-child(2)"))
     faded = "return [...document.querySelectorAll('#quality .series')].map(g => g.classList.contains('fade'))"

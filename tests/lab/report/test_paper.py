@@ -14,7 +14,6 @@ from pointsman._errors import RunError
 from pointsman_lab.recipes import preset as make_preset
 from pointsman_lab.recipes import recipe, recipes
 from pointsman_lab.registry import presets
-from pointsman_lab.report import protocol
 from pointsman_lab.report.cells import canonical, has_settings_of
 from pointsman_lab.report.paper import PaperComparison, paper_tables
 from pointsman_lab.report.published import papers
@@ -80,24 +79,6 @@ def test_no_published_figure_has_changed(name: str) -> None:
     tables = papers()[name].tables
     found = [sum(value for line in one.lines for value in line.values if value is not None) for one in tables]
     assert found == pytest.approx(SUMS[name], abs=1e-6)
-
-
-OWN = """
-name = "mine"
-citation = "A paper"
-link = "https://example.org"
-[columns]
-by_k = [{ name = "k=1", top_k = 1 }, { name = "k=16", top_k = 16 }]
-[routers]
-plain = ["smoe", "switch"]
-[[tables]]
-number = "Table 9"
-title = "bits per character"
-metric = "bits_per_character"
-data = "enwik8"
-columns = "by_k"
-lines = [{ label = "SMoE", values = ["-", 1.25], routers = "plain" }]
-"""
 
 
 def test_tables_that_repeat_each_other_agree() -> None:
@@ -223,12 +204,6 @@ def test_rows_of_a_recipe_are_the_papers_whatever_the_router(tmp_path: Path, rou
     assert has_settings_of(read_run(run), "hyperrouter-enwik8-small-code")
 
 
-def test_the_command_of_a_run_with_a_router_from_elsewhere(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "r", "mine:sharpness=2"))
-    assert protocol._train_command(run).startswith("pointsman train --router mine:sharpness=2 --preset tiny")
-    assert "--train-top-k N/2:N" in protocol._train_command(run)
-
-
 def test_presets_of_tables_exist() -> None:
     for each_paper in papers().values():
         for each in each_paper.tables:
@@ -309,35 +284,3 @@ def test_written_in_every_format(tmp_path: Path, name: str) -> None:
 def test_unknown_paper() -> None:
     with pytest.raises(RunError, match="did you mean 'hyperrouter'"):
         paper_tables([], "hyper-router")
-
-
-def test_fine_tunings_and_attacks_beside_a_run_are_found(tmp_path: Path) -> None:
-    run = enwik8_run(tmp_path / "run", "hyperrouter", 0, {16: 1.2}, "small", 10)
-    for variant, value in (("sst2", 0.81), ("sst2,from-scratch", 0.5)):
-        path = enwik8_run(
-            run / "finetune" / variant / "seed-0", "hyperrouter", 0, {8: value, 16: value}, "finetune", 10
-        )
-        config = json.loads((path / "config.json").read_text())
-        dump(path / "config.json", {**config, "data": "sst2"})
-        dump(path / "finetune.json", {**FINETUNED, "from_scratch": "from-scratch" in variant})
-        record = json.loads((path / "evaluation.json").read_text())
-        dump(path / "evaluation.json", {**record, "results": [{**r, "metric": "accuracy"} for r in record["results"]]})
-    found = table(run, "hyperrouter", "Table 3")
-    assert any("81.00" in cell for row in found.grid().rows for cell in row)
-    assert not any("50.00" in cell for row in found.grid().rows for cell in row)
-
-    words = enwik8_run(tmp_path / "words", "smoe", 0, {2: 30.0}, "mutual-medium", 10)
-    config = json.loads((words / "config.json").read_text())
-    dump(words / "config.json", {**config, "data": "wikitext-103"})
-    row = {
-        "split": "test",
-        "top_k": 2,
-        "metric": "perplexity",
-        "value": 41.25,
-        "attack": {"kind": "word", "rate": 0.025},
-    }
-    other = {**row, "value": 55.0, "attack": {"kind": "word", "rate": 0.1}}
-    dump(words / "attacks-word-wikitext-103-test.json", {"results": [row, other]})
-    cells = [cell for line in table(words, "mutual-inform", "Table 3").grid().rows for cell in line]
-    assert any("41.25" in cell for cell in cells)
-    assert not any("55.00" in cell for cell in cells)
