@@ -185,8 +185,6 @@ CHANGED_ELSEWHERE = {
     "data.cache": "the user's own cache",
     "data.download": "a scratch file in the user's own folder of data",
     "data.subwords": "the tokenizer, into a scratch folder of `export`",
-    "tasks.crosslingual.hub": "the user's own cache",
-    "tasks.translation.data": "the user's own folder of data",
     "tasks.images.sources": "the user's own cache",
     "tasks.masked_language_modelling.text": "arrays in memory",
     "models.huggingface.reading": "the settings of a Hugging Face model, without its code",

@@ -89,7 +89,7 @@ GOOD: dict[str, list[str]] = {
     "router": ["smoe", "xmoe:gate=sigmoid", "hyperrouter:hyper_dim=4+similarity"], "routers": ["smoe", "xmoe,switch"],
     "seeds": ["1", "2"], "train_top_k": ["1", "2"], "length": ["8", "16"], "batch_size": ["1", "2"], "split": ["test"],
     "dtype": ["auto", "float32"], "map": ["none"], "config": ["small.toml"], "data": ["text.txt"], "figures": ["png"],
-    "imports": ["own.py"], "tokens": ["1", "3"], "greedy": [], "show_experts": [], "spare": ["0", "2"], "cache": ["2"],
+    "imports": ["own.py"], "tokens": ["1", "3"], "greedy": [], "spare": ["0", "2"], "cache": ["2"],
     "temperature": ["0", "1.5"], "top_p": ["0.9"], "balance": ["0", "0.01"], "freeze": ["router"], "attack": ["word"],
     "gpus": ["1", "2,4"], "baseline": ["smoe"],
 }  # fmt: skip

@@ -41,7 +41,7 @@ READERS: dict[str, list[list[str]]] = {
         ["train", "--config", "small.toml", "--data", "text.txt", "--router", "xmoe", "--resume", "--out", "@of"],
     ],
     "decoder": [
-        *ALL, ["export", "@of", "--format", "hf", *OUT], [*TEXT, "--show-experts"],
+        *ALL, ["export", "@of", "--format", "hf", *OUT], TEXT,
     ],
     "masked": [*ALL, ["report", "@of", "--out", "@out/page.html"]],
     "translated": [*ALL, ["report", "@of", "--out", "@out/page.html"]],

@@ -34,6 +34,9 @@ It lies beside the grids. A grid is a comparison directory; a claim compares two
     alt = "gap to smoe"
     note = "A sentence."       # optional
 
+    [papers]                   # optional: a page of each paper's tables beside these grids
+    x-moe = ["xtreme-text-tiny-mlm"]
+
 A claim about time compares the turns of a benchmark, which timed both rows one after the other on one machine:
 
     timings = "../../benchmarks/results/mixers.json"           # {"seconds": {row: [one a turn]}}
@@ -65,6 +68,7 @@ SHAPE: dict[str, Any] = {
     "questions": [{"name!": str, "title!": str, "picture!": str, "alt!": str, "note": str}],
     "families": {"*": {"kind": str, "seeds": int}},
     "claims": [dict],
+    "papers": {"*": [str]},
     "trends": [{"name!": str, "title!": str, "measure!": str, "grids": [list], "rows": [str], "curves": {"*": [list]}}],
 }
 

@@ -63,17 +63,17 @@ def test_a_language_model_under_a_sweep(comparison: Path, tmp_path: Path, capsys
 
 
 def test_a_comparison_under_attack(comparison: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["evaluate", str(comparison), "--attack", "char", "--attack-rate", "0.05", "--top-k", "1,4"]
+    arguments = ["evaluate", str(comparison), "--attack", "word", "--attack-rate", "0.05", "--top-k", "1,4"]
     assert main([*arguments, "--out", str(tmp_path), "--device", "cpu"]) == 0
     shown = capsys.readouterr().out
-    for words in ("clean", "5 % of the letters change, all targets count", "attacked targets: count", "Paired"):
+    for words in ("clean", "5 % of the words become AAA, all targets count", "attacked targets: count", "Paired"):
         assert words in shown
-    assert {path.suffix for path in tmp_path.glob("attack-char-*-test.*")} == {".txt", ".csv", ".md", ".tex"}
+    assert {path.suffix for path in tmp_path.glob("attack-word-*-test.*")} == {".txt", ".csv", ".md", ".tex"}
     [table] = tmp_path.glob("*.csv")
     lines = table.read_text().splitlines()
     assert len(lines) == 1 + 2 * 2
     assert lines[0].startswith("condition,router,metric")
-    records = list(comparison.glob("runs/*/seed-0/attacks-char-*-test.json"))
+    records = list(comparison.glob("runs/*/seed-0/attacks-word-*-test.json"))
     assert len(records) == 2
     times = [path.stat().st_mtime_ns for path in records]
     assert main([*arguments, "--out", str(tmp_path), "--device", "cpu"]) == 0
@@ -100,7 +100,7 @@ def test_a_classifier_is_evaluated_on_a_part_and_not_attacked(
     record = json.loads(file.read_text())
     assert {(row["split"], row["examples"]) for row in record["results"]} == {("valid", 30)}
     assert record["protocol"]["split"] == "valid"
-    assert main([*asked, "--attack", "char"]) == 2
+    assert main([*asked, "--attack", "word"]) == 2
     assert "is a fine-tuned run; allowed are language models" in capsys.readouterr().err
     assert main(["evaluate", str(finetuned), "--data", "stdlib"]) == 2
     assert "--data has no effect on fine-tuned runs" in capsys.readouterr().err
@@ -111,7 +111,7 @@ def test_a_classifier_is_evaluated_on_a_part_and_not_attacked(
     [
         (["--attack", "word", "--attack-rate", "1.5"], "allowed are numbers from 0 to 1"),
         (["--attack", "word", "--attack-rate", "x"], "allowed are numbers from 0 to 1"),
-        (["--attack", "wrod"], "did you mean 'word'"),
+        (["--attack", "char"], "'char'"),
         (["--attack", "word", "--top-k", "9"], "allowed are whole numbers from 1 to 4"),
     ],
 )

@@ -11,7 +11,6 @@ from pointsman_lab.tasks.images.augment import (
     Augmentation,
     ImageStream,
     crop,
-    cutout,
     evaluation_batches,
     inception_crop,
     rand_augment,
@@ -22,7 +21,7 @@ from pointsman_lab.tasks.images.image_set import ImagePart
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (6, 16, 16, 3), dtype=np.uint8)
 LABELS = torch.eye(6)
-EVERYTHING = "crop=4+flip+cutout=6+mixup=0.2"
+EVERYTHING = "crop=4+flip+mixup=0.2"
 
 
 @pytest.mark.parametrize("text", [EVERYTHING, "randaugment=2,10", "inception"])
@@ -35,7 +34,7 @@ def test_a_step_always_gives_the_same_pictures(text: str) -> None:
 
 
 def test_a_row_does_not_depend_on_the_size_of_the_batch() -> None:
-    augment = Augmentation.parse("crop=4+flip+cutout=6")
+    augment = Augmentation.parse("crop=4+flip")
     whole = augment(IMAGES, LABELS, seed=1, step=3)[0]
     part = augment(IMAGES[:2], LABELS[:2], seed=1, step=3)[0]
     assert torch.equal(whole[:2], part)
@@ -51,11 +50,6 @@ def test_crop_moves_the_picture() -> None:
     assert (crop(IMAGES, 4, draws) == IMAGES).all()
     moved = crop(IMAGES, 4, np.zeros((6, 2)))
     assert (moved[:, 4:, 4:] == IMAGES[:, :12, :12]).all()
-
-
-def test_cutout_is_a_grey_square() -> None:
-    pixels = cutout(to_tensor(IMAGES) + 2, 4, np.full((6, 2), 0.5))
-    assert int((pixels == 0).sum()) == 6 * 3 * 16
 
 
 def test_mixup_keeps_the_larger_share_first() -> None:

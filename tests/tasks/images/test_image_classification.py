@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +14,11 @@ from torch import Tensor
 
 from pointsman._errors import RunError
 from pointsman.diagnostics.monitor import RoutingMonitor
-from pointsman_lab.cli.main import main
 from pointsman_lab.diagnosis import Settings as DiagnosisSettings
 from pointsman_lab.diagnosis import diagnose_path
 from pointsman_lab.progress import Quiet
 from pointsman_lab.recipes import preset
 from pointsman_lab.runs.checkpoints import open_checkpoint
-from pointsman_lab.tasks.images.further import finetune_images
 from pointsman_lab.tasks.images.task import ImageClassification, image_logits, image_loss, open_images
 from pointsman_lab.tasks.images.vit import VisionTransformerConfig
 from pointsman_lab.tasks.language_modelling.task import corpus_of
@@ -222,30 +219,3 @@ def test_settings_that_follow_from_the_data_cannot_be_set(settings: Settings) ->
     model = task.build_model(task.prepared(config))
     with pytest.raises(RunError, match="sigmoid has none"):
         task.objective(model, config)
-
-
-def test_another_size_takes_over_trained_weights(settings: Settings, tmp_path: Path) -> None:
-    config = settings(steps=2)
-    train(config, tmp_path / "run")
-    trained = load_run(tmp_path / "run").model.state_dict()
-    task = ImageClassification(open_images(f"{config.data}:size=16"), weights=trained)
-    larger = task.prepared(config)
-    model = task.build_model(larger)
-    assert larger.model.tokens == 16
-    own = model.state_dict()
-    assert all(torch.equal(own[name], value) for name, value in trained.items() if "position" not in name)
-    words = ["finetune", str(tmp_path / "run"), "--task", f"{config.data}:size=16", "--steps", "2"]
-    for _ in range(2):  # the second call finds it done
-        assert main([*words, "--out", str(tmp_path / "larger")]) == 0
-    larger_run = load_run(tmp_path / "larger")
-    assert (larger_run.config.model.image_size, larger_run.config.learning_rate) == (16, 1e-4)
-    record = json.loads((tmp_path / "larger" / "evaluation.json").read_text())
-    assert record["results"][0]["tokens"] == 18 * 16
-    with pytest.raises(RunError, match="the model is that of the trained run"):
-        finetune_images(tmp_path / "run", config.data, settings={"model.dim": 8})
-    own = {"checkpoint_every": "3", "validate_every": "2", "steps": "4"}
-    finetune_images(tmp_path / "run", config.data, settings=own, out=tmp_path / "own")
-    kept = load_run(tmp_path / "own").config
-    assert (kept.checkpoint_every, kept.validate_every, kept.steps) == (3, 2, 4)
-    assert main([*words, "--pooling", "mean"]) == 2
-    assert main([*words, "--task-preset", "finetune-xmoe"]) == 2

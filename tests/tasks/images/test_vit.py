@@ -8,7 +8,7 @@ import torch
 from pointsman import add_losses
 from pointsman.recording import record_routing
 from pointsman_lab.registry import preset_config
-from pointsman_lab.tasks.images.vit import POSITIONS, VisionTransformer, VisionTransformerConfig, resized
+from pointsman_lab.tasks.images.vit import POSITIONS, VisionTransformer, VisionTransformerConfig
 
 SHAPE = {
     "image_size": 16, "patch": 4, "num_classes": 5, "num_layers": 4, "dim": 32, "num_heads": 4, "head_dim": 8,
@@ -134,23 +134,6 @@ def test_every_patch_is_routed_and_all_inform_each_other(spec: str, pooling: str
     assert images.grad is not None
     assert images.grad[0].abs().amin((0,)).min() > 0
     assert not images.grad[1].any()
-
-
-def test_positions_are_resized_on_their_grid() -> None:
-    model = build()
-    weights = model.state_dict()
-    with torch.no_grad():  # row r, column c of the grid
-        ramp = torch.stack(torch.meshgrid(torch.arange(4.0), torch.arange(4.0), indexing="ij"), -1).view(16, 2)
-        weights[POSITIONS][1:, :2] = ramp
-    larger = VisionTransformerConfig(**{**SHAPE, "image_size": 32})  # type: ignore[arg-type]
-    grown = resized(weights, larger)
-    assert grown[POSITIONS].shape == (65, 32)
-    assert torch.equal(grown[POSITIONS][0], weights[POSITIONS][0])
-    inner = grown[POSITIONS][1:, :2].view(8, 8, 2)[1:-1, 1:-1]
-    torch.testing.assert_close(inner[1:, :, 0] - inner[:-1, :, 0], torch.full((5, 6), 0.5))
-    torch.testing.assert_close(inner[:, 1:, 1] - inner[:, :-1, 1], torch.full((6, 5), 0.5))
-    VisionTransformer(larger).load_state_dict(grown)
-    assert all(torch.equal(value, weights[name]) for name, value in resized(weights, model.config).items())
 
 
 def test_bad_shapes_are_one_line() -> None:

@@ -123,31 +123,11 @@ def continued(run: Path, more: Sequence[str], folder: Path) -> list[str]:
 
 def test_a_batch_of_prompts_is_each_alone(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = ["ab cd ef ab", "a", "hh g"]
-    for more in ([], ["--show-experts"], ["--show-experts", "--layer", "0", "--top-k", "3"]):
-        k = [] if "--top-k" in more else ["--top-k", "3"]
-        words = [word for prompt in prompts for word in ("--prompt", prompt)]
-        together = continued(run, [*words, *more, *k], tmp_path)
-        assert together == [continued(run, ["--prompt", prompt, *more, *k], tmp_path)[0] for prompt in prompts]
-    told = capsys.readouterr().out
-    assert "experts of layers.0:" in told
-    assert "\x1b" not in told
-
-
-def test_experts_are_colours_where_there_are_some(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["generate", str(run), "--prompt", PROMPT, "--tokens", "40", "--show-experts", "--seed", "3"]
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLORTERM", "truecolor")
-    assert main(words) == 0
-    assert "\x1b[38;2;" in capsys.readouterr().out
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert main(words) == 0
-    plain = capsys.readouterr().out
-    assert "\x1b" not in plain
-    monkeypatch.delenv("FORCE_COLOR")
-    assert main([word for word in words if word != "--show-experts"]) == 0
-    assert capsys.readouterr().out.strip() == plain.rpartition("experts of")[0].strip()
+    k = ["--top-k", "3"]
+    words = [word for prompt in prompts for word in ("--prompt", prompt)]
+    together = continued(run, [*words, *k], tmp_path)
+    assert together == [continued(run, ["--prompt", prompt, *k], tmp_path)[0] for prompt in prompts]
+    assert f"a{together[1]}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -218,8 +198,6 @@ def test_bad_input_is_one_line(
         (["generate", str(run), "--prompt", "a" * 33], "the prompt has 33 tokens, and the model's context is 32"),
         (["generate", str(run), "--prompt", "a", "--prompt", ""], "prompt 2 is empty"),
         (["generate", str(run), "--prompt", "a", "--top-k", "5"], "whole numbers from 1 to 4"),
-        (["generate", str(run), "--prompt", "a", "--layer", "1"], "no effect without --show-experts"),
-        (["generate", str(run), "--prompt", "a", "--show-experts", "--layer", "7"], "allowed: layers.0, layers.1"),
         (["generate", str(run), "--prompt", "a", "--greedy", "--top-p", "0.5"], "no effect with --greedy"),
         (["generate", str(run), "--prompt", "a", "--top-p", "0"], "allowed are numbers above 0"),
         (["export", str(run), "--top-k", "2", *out], "no effect without --format hf"),

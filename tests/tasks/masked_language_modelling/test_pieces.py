@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import struct
+from pathlib import Path
+
 import pytest
 
 from pointsman._errors import RunError
-from pointsman_lab.data.pieces import Pieces, train_pieces
+from pointsman_lab.data.pieces import Pieces, open_pieces, train_pieces
 from pointsman_lab.tasks.masked_language_modelling.text import MultilingualText
 
 
@@ -47,6 +50,34 @@ def test_impossible_sizes_are_one_line(text: MultilingualText, size: int, words:
     with pytest.raises(RunError, match=f"{size} pieces.*{words}") as caught:
         train_pieces(text.train["aa"][:50], size)
     assert "\n" not in str(caught.value)
+
+
+def message(field: int, content: bytes) -> bytes:
+    """A field of bytes in protocol buffers' form."""
+    size, length = len(content), b""
+    while size > 127:
+        size, length = size >> 7, length + bytes([size & 127 | 128])
+    return bytes([field << 3 | 2]) + length + bytes([size]) + content
+
+
+def test_a_file_of_the_size_of_xlm_rs(tmp_path: Path) -> None:
+    """A made one: XLM-R's own has 250,000 pieces in this order, and `<pad>` and `<mask>` are added by its readers."""
+    letters = [chr(0x4E00 + place) for place in range(500)]
+    words = [f"\u2581{one}{other}" for one in letters for other in letters]
+    names = ["<unk>", "<s>", "</s>", "\u2581", *letters, *words][:250_000]
+    kinds = [2, 3, 3] + [1] * (len(names) - 3)
+    made = [
+        message(1, message(1, name.encode()) + b"\x15" + struct.pack("<f", -len(name)) + bytes([0x18, kind]))
+        for name, kind in zip(names, kinds, strict=True)
+    ]
+    (tmp_path / "sentencepiece.bpe.model").write_bytes(b"".join(made))
+    found = open_pieces(tmp_path)
+    assert (found.size, found.mask_id, found.published) == (250_002, 250_001, True)
+    assert found.symbols[:5] == ("<s>", "<pad>", "</s>", "<unk>", "\u2581")
+    text = f"{words[7][1:]} {words[1000][1:]}"
+    assert found.encode(text).tolist() == [names.index(words[7]) + 1, names.index(words[1000]) + 1]
+    assert found.decode(found.encode(text)) == text
+    assert found.encode("q").tolist()[-1] == 3
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '{"model": "!"}', '{"model": "AAAA"}'])

@@ -112,7 +112,6 @@ SHAPES: dict[str, Any] = {
         },
         "placement": {"*": {"*": float}}, "cache": {"size": int, "layers": {"*": {"*": float}}},
     },
-    "start.json": dict,
     "manifest.json": {"step": int, "files": {"*": {"bytes!": int, "sha256!": str}}, "aliases": {"*": {"*": str}}},
     "state.json": {"config": dict, "data": str, "vocabulary": str, "kernels": dict, "environment": dict},
 }  # fmt: skip

@@ -12,7 +12,6 @@ from pointsman_lab.registry import entries
 EPILOG = """examples:
   pointsman generate runs/decoder --prompt "def main(" --top-k 2
   pointsman generate runs/decoder --prompt "The " --prompt "A " --greedy
-  pointsman generate runs/decoder --prompt "import " --show-experts --layer 1
 """
 
 

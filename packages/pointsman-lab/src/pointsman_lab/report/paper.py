@@ -42,7 +42,8 @@ class PaperComparison:
                 if any(cell.values for cell in cells):
                     rows.append(["", f"ours: {setting}", *(self._ours(cell) for cell in cells)])
             if not any((i, j) in found for found in self.ours.values() for j in range(len(line.values))):
-                rows.append(["", "ours: not run", *([NONE] * len(line.values))])
+                needed = f"; needs {table.needs}" if table.needs else ""
+                rows.append(["", f"ours: not run{needed}", *([NONE] * len(line.values))])
         header = ["", "", *(column.name for column in table.columns)]
         return Grid(header, rows, caption=f"{table.number}: {table.title}", code=False, labels=2)
 

@@ -4,7 +4,7 @@ name, citation, link
 [columns]  name = [column, …]           columns that several tables share
 [routers]  name = [spec, …]             specs that several lines share
 [[tables]] number, title, metric, columns = [column, …] or a name, lines = [line, …], and optionally
-           data, presets, steps, note, decimals, free = ["frozen", "balance"], trained_k
+           data, presets, steps, note, needs, decimals, free = ["frozen", "balance"], trained_k
 column     name, and optionally top_k, split, attacked, task, shift, layer, language, quantity
 line       label, values = [number or "-", …], and optionally routers = [spec, …] or a name, top_k, frozen, balance
 """
@@ -94,6 +94,7 @@ class PublishedTable:
         data: the corpus of matching runs; None: that of each column's task.
         presets: names of presets and recipes with the paper's model and schedule. steps: of its training.
         note: what a reader must know.
+        needs: data that a line without a figure of ours needs.
         decimals: printed at least.
         free: what lines say nothing of: "frozen", "balance". Fine-tunings of every kind match then, each in a row of
             its own.
@@ -109,6 +110,7 @@ class PublishedTable:
     presets: tuple[str, ...] = ()
     steps: int | None = None
     note: str = ""
+    needs: str = ""
     decimals: int = 2
     free: tuple[str, ...] = ()
     trained_k: bool = False

@@ -1,4 +1,4 @@
-"""Text attacks: language models and whole comparisons on texts whose words or letters are changed."""
+"""Text attacks: language models and whole comparisons on texts whose words are changed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Attacks(TaskEntry):
         from pointsman_lab.cli.options import numbers, whole
 
         add = flags.add_argument
-        add("--attack", choices=("word", "char"), help="words become AAA, or letters change")
+        add("--attack", choices=("word",), help="chosen words become AAA")
         told = "share attacked (default: 0.025)"
         add("--attack-rate", type=numbers(0, 1), default=(0.025,), metavar="R,R", help=told)
         told = "seed of the choice of words (default: 0)"

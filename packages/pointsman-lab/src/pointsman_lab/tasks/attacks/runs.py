@@ -48,7 +48,7 @@ def run_attacks(values: argparse.Namespace, device: str) -> int:
 
     A run of a comparison whose file has all that is asked for is left alone.
     """
-    attacks = [Attack(values.attack, rate, values.attack_seed) for rate in values.attack_rate]
+    attacks = [Attack(rate, values.attack_seed) for rate in values.attack_rate]
     plan, name = read_plan(values.run), ""
     with Display() as display, stop_on_signals() as stop:
         if plan is None:
@@ -112,7 +112,7 @@ def evaluate_attack(
     Returns:
         The results of `evaluate`, each with "attack": {"kind", "rate", "seed", "word", "chosen", "candidates"}.
     """
-    how = replace(how, name=f"attack {attack.kind} {attack.rate:g}")
+    how = replace(how, name=f"attack {attack.rate:g}")
     about = {**attack.to_dict(), "chosen": attacked.chosen, "candidates": attacked.candidates}
     return [{**one, "attack": dict(about)} for one in evaluate(model, attacked.rows, level, how=how, **asked)]
 

@@ -37,7 +37,7 @@ class Condition:
 
     Attributes:
         words: its name.
-        rate: share of words or letters attacked; 0 = clean.
+        rate: share of words attacked; 0 = clean.
         table: routers x k over seeds, with paired differences.
     """
 
@@ -149,7 +149,7 @@ def _attacks(rows: Sequence[Mapping[str, Any]]) -> list[Attack]:
     from pointsman_lab.tasks.attacks.attacks import Attack
 
     seen = {
-        json.dumps({key: row["attack"][key] for key in ("kind", "rate", "seed", "word")}): None
+        json.dumps({key: row["attack"][key] for key in ("rate", "seed", "word")}): None
         for row in rows
         if row.get("attack")
     }

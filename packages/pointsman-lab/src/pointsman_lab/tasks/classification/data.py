@@ -12,9 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._files import parse_json, read_ordinary
 from pointsman_lab.data.catalog import percent
-from pointsman_lab.data.download import hub_rows
 from pointsman_lab.tasks.classification.files import Columns, LabelledText, format_of, read_labelled
 
 _STEMS = {
@@ -22,19 +20,7 @@ _STEMS = {
     **dict.fromkeys(("valid", "validation", "val", "dev"), "valid"),
     "test": "test",
 }
-_CLASS_FILES = ("categories.json", "labels.json", "classes.json")
 _OPTION = re.compile(r":(?=(?:text|label)=)")
-
-
-@dataclass(frozen=True)
-class HubSource:
-    """A task on the hub: repository, configuration, names of splits and columns."""
-
-    repository: str
-    splits: Mapping[str, str]
-    config: str | None = None
-    text: str = "text"
-    label: str = "label"
 
 
 @dataclass(frozen=True)
@@ -45,52 +31,42 @@ class KnownTask:
         folder: the folder inside the data folder.
         files: split -> file. A task without "test" reports "dev".
         columns: of text and label in the files.
-        classes: names of the labels, in the hub's order; () = those of the training split.
-        hub: the source of the download if the files are not in the data folder.
+        classes: names of the labels, in order; () = those of the training split.
     """
 
     folder: str
     files: Mapping[str, str]
-    hub: HubSource
     columns: Columns = field(default_factory=Columns)
     classes: tuple[str, ...] = ()
 
-
-_HUB_SPLITS = MappingProxyType({"train": "train", "valid": "validation", "test": "test"})
-_TRAIN_TEST = MappingProxyType({"train": "train", "test": "test"})
 
 TASKS: Mapping[str, KnownTask] = MappingProxyType(
     {
         "sst2": KnownTask(
             "sst2",
             {split: f"sentence/{'dev' if split == 'valid' else split}.tsv" for split in ("train", "valid", "test")},
-            HubSource("SetFit/sst2", _HUB_SPLITS),
             Columns(header=False),
             ("0", "1"),
         ),
         "sst2-glue": KnownTask(
             "sst2",
             {"train": "train.tsv", "dev": "dev.tsv"},
-            HubSource("nyu-mll/glue", {"train": "train", "dev": "validation"}, "sst2", "sentence"),
             Columns("sentence", "label"),
             ("0", "1"),
         ),
         "sst5": KnownTask(
             "sst5",
             {split: f"sst_{'dev' if split == 'valid' else split}.txt" for split in ("train", "valid", "test")},
-            HubSource("SetFit/sst5", _HUB_SPLITS),
             classes=("1", "2", "3", "4", "5"),
         ),
         "imdb": KnownTask(
             "imdb",
             {"train": "train.jsonl.gz", "test": "test.jsonl.gz"},
-            HubSource("stanfordnlp/imdb", _TRAIN_TEST),
             classes=("0", "1"),
         ),
         "banking77": KnownTask(
             "banking77",
             {"train": "train.csv", "test": "test.csv"},
-            HubSource("mteb/banking77", _TRAIN_TEST, label="label_text"),
             Columns("text", "category"),
         ),
     }
@@ -160,7 +136,7 @@ def parse_task(text: str) -> tuple[str, Columns]:
 def load_task(spec: str, *, data_dir: Path | None = None) -> LabelledTexts:
     """Loads the task `NAME|PATH[:text=COLUMN][:label=COLUMN]`.
 
-    A name is looked up in `data_dir`, then on the Hugging Face hub; anything else is a file or folder, relative to
+    A name is looked up in `data_dir`; anything else is a file or folder, relative to
     `data_dir` or by its path. A folder contains train.*, and test.* or dev.* (valid.*, val.*). A single file is split
     80 / 10 / 10 % by a hash of each text: equal texts are in the same split, and the result is equal on every machine.
 
@@ -202,24 +178,13 @@ def find_task(spec: str, *, data_dir: Path | None = None) -> Path | None:
 
 
 def _named(name: str, known: KnownTask, data_dir: Path | None) -> LabelledTexts:
-    files = {split: data_dir / known.folder / file for split, file in known.files.items()} if data_dir else {}
-    if files and all(file.is_file() for file in files.values()):
-        parts = {split: read_labelled(file, known.columns) for split, file in files.items()}
-        return _task(name, parts, known.classes, "the published files")
-    return _task(name, _from_hub(name, known), known.classes, f"from the hub, {known.hub.repository}")
-
-
-def _from_hub(name: str, known: KnownTask) -> dict[str, list[LabelledText]]:
-    hub = known.hub
-    parts: dict[str, list[LabelledText]] = {}
-    for split, theirs in hub.splits.items():
-        parts[split] = []
-        for index, row in enumerate(hub_rows(name, hub.repository, hub.config, theirs)):
-            label = row[hub.label]
-            named = known.classes[label] if known.classes and isinstance(label, int) and label >= 0 else str(label)
-            one = LabelledText(str(row[hub.text]).strip(), named, f"{hub.repository} {theirs}, row {index}")
-            parts[split].append(one)
-    return parts
+    if data_dir is None:
+        raise RunError(f"the task {name} needs the data folder: set POINTSMAN_DATA")
+    files = {split: data_dir / known.folder / file for split, file in known.files.items()}
+    if missing := [str(file) for file in files.values() if not file.is_file()]:
+        raise RunError(f"the task {name} needs {missing[0]}: POINTSMAN_DATA names the data folder")
+    parts = {split: read_labelled(file, known.columns) for split, file in files.items()}
+    return _task(name, parts, known.classes, "the published files")
 
 
 def _from_folder(folder: Path, columns: Columns) -> LabelledTexts:
@@ -237,23 +202,8 @@ def _from_folder(folder: Path, columns: Columns) -> LabelledTexts:
     parts = {split: read_labelled(path, columns) for split, path in files.items()}
     if "test" not in parts:
         parts["dev"] = parts.pop("valid")
-    declared = [_declared(folder / name) for name in _CLASS_FILES if (folder / name).is_file()]
     note = "its own parts: " + ", ".join(path.name for path in files.values())
-    return _task(folder.resolve().name, parts, declared[-1] if declared else (), note)
-
-
-def _declared(path: Path) -> tuple[str, ...]:
-    try:
-        names = parse_json(read_ordinary(path).decode())
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read as a list of classes: {error}") from None
-    if not isinstance(names, list) or not all(isinstance(name, str | int) for name in names):
-        raise RunError(f"{path}: a JSON list of class names is needed")
-    declared = Counter(map(str, names))
-    for name, times in declared.items():
-        if times > 1:
-            raise RunError(f"{path}: the class {name!r} is listed twice")
-    return tuple(declared)
+    return _task(folder.resolve().name, parts, (), note)
 
 
 def _divided(rows: Sequence[LabelledText], path: Path) -> dict[str, list[LabelledText]]:

@@ -46,7 +46,6 @@ def evaluate_languages(
     split: str,
     top_k: Sequence[int],
     batch_size: int,
-    seen: frozenset[tuple[str, ...]] = frozenset(),
     how: EvaluationContext = PLAIN,
     keep: dict[int, dict[str, list[Prediction]]] | None = None,
 ) -> list[dict[str, Any]]:
@@ -56,7 +55,6 @@ def evaluate_languages(
         model: `Classifier` (pairs) or `TokenClassifier` (tags, questions).
         name, kind, classes: of the task.
         parts: language -> its test part.
-        seen: the sentences of training.
         keep: filled with k -> language -> predictions.
         split, top_k, how: as of `passes.evaluated`, also for errors.
 
@@ -86,7 +84,7 @@ def evaluate_languages(
                 kept[language] = _answers(part, outputs)
             else:
                 kept[language] = _predictions(kind, classes, part, outputs)
-            scores[language] = score(name, language, part.items, kept[language], part.groups, seen)
+            scores[language] = score(name, language, part.items, kept[language], part.groups)
         if keep is not None:
             keep[one.top_k] = kept
         return {"nats": losses / max(1, count), "metric": metric_of(kind, name), **_table(scores, parts)}

@@ -214,7 +214,6 @@ def score(
     items: Sequence[Item],
     predictions: Sequence[Prediction],
     groups: Sequence[str],
-    seen: frozenset[tuple[str, ...]] = frozenset(),
 ) -> Score:
     """The figures of one language.
 
@@ -222,30 +221,25 @@ def score(
 
     - xnli, pawsx: accuracy.
     - udpos: accuracy over words; `f1_xtreme`, XTREME's figure, beside it.
-    - panx: micro F1 of entities; `accuracy` over words; `f1_new`, without sentences that are also in training.
-    - mlqa: F1 and `exact` by MLQA's rules of the language, as XTREME has it; `f1_squad` by SQuAD's.
-    - other questions: F1 and `exact` by SQuAD's rules in every language, as XTREME has it; `f1_language` by MLQA's.
+    - panx: micro F1 of entities; `accuracy` over words.
+    - questions: F1 and `exact`, as XTREME has it: of mlqa by MLQA's rules of the language, of others by SQuAD's.
 
     Args:
         predictions: of each item its class, its words' tags, or its answer.
         groups: of the items, as in `XtremeData.groups`.
-        seen: the sentences of training, as words.
     """
     first = items[0]
     others: dict[str, float] = {}
     if isinstance(first, Question):
-        squad, local = (_answers(items, predictions, rules) for rules in (None, language))  # type: ignore[arg-type]
-        shown, other, beside = (local, squad, "f1_squad") if name.startswith("mlqa") else (squad, local, "f1_language")
-        counts = np.array([(one.f1, 1.0) for one in shown])
-        others = {"exact": float(np.mean([one.exact for one in shown])),
-                  beside: float(np.mean([one.f1 for one in other]))}  # fmt: skip
+        found = _answers(items, predictions, language if name.startswith("mlqa") else None)  # type: ignore[arg-type]
+        counts = np.array([(one.f1, 1.0) for one in found])
+        others = {"exact": float(np.mean([one.exact for one in found]))}
     elif isinstance(first, Tagged):
         truth = [item.tags for item in items]  # type: ignore[union-attr]
         words = np.array([_words(one, given) for one, given in zip(truth, predictions, strict=True)])
         if name.startswith("panx"):
             counts = np.array([entity_counts(one, given) for one, given in zip(truth, predictions, strict=True)])
-            new = [item.words not in seen for item in items]  # type: ignore[union-attr]
-            others = {"accuracy": ratio(words), "f1_new": ratio(counts[new])}
+            others = {"accuracy": ratio(words)}
         else:
             counts = words
             others = {"f1_xtreme": f1_xtreme(truth, predictions)}

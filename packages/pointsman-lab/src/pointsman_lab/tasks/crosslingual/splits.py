@@ -10,7 +10,6 @@ from pathlib import Path
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab.tasks.crosslingual.formats import Pair, Question, Tagged
-from pointsman_lab.tasks.crosslingual.hub import fetch_task
 from pointsman_lab.tasks.crosslingual.xtreme import (
     ENGLISH,
     XTREME,
@@ -58,7 +57,7 @@ class XtremeData:
 
 
 def load_xtreme(spec: str, data_dir: Path | None) -> XtremeData:
-    """`TASK[:languages=en+de]`; a task that the data folder lacks is fetched from the Hugging Face hub into it.
+    """`TASK[:languages=en+de]`, from the published files in the data folder.
 
     Raises:
         RunError: no data folder, an unknown language or option, files that are missing or damaged.
@@ -70,9 +69,6 @@ def load_xtreme(spec: str, data_dir: Path | None) -> XtremeData:
     if data_dir is None:
         raise RunError(f"the task {name} needs the data folder: set POINTSMAN_DATA")
     task = XTREME[name]
-    for source in (task.train, task.test):
-        if task_folder(source.folder, data_dir) is None:
-            fetch_task(source.folder, data_dir / source.folder)
     trained = load_task(name, data_dir, "train", languages=[ENGLISH])
     rows = trained.rows.get(ENGLISH, [])
     reported = load_task(name, data_dir, "test")

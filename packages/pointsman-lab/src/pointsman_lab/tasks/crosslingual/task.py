@@ -208,11 +208,10 @@ class CrossLingual(FineTuning):
     ) -> list[dict[str, Any]]:
         if split not in ("valid", "test"):
             raise RunError(f"the task {self.name} has no {split} part: allowed are valid and test")
-        seen = frozenset(item.words for item in self.data.splits["train"] if isinstance(item, Tagged))
         self._kept = {}
         return evaluate_languages(
             model, self.data.name, self.data.kind, self.data.classes, self.parts(config, split), split=split,
-            top_k=top_k, batch_size=config.eval_batch_size, seen=seen, how=context, keep=self._kept,
+            top_k=top_k, batch_size=config.eval_batch_size, how=context, keep=self._kept,
         )  # fmt: skip
 
     def rows(self, config: RunConfig, split: str) -> Mapping[str, Encoded]:

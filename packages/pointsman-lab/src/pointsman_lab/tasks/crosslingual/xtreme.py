@@ -39,7 +39,7 @@ CODES = MappingProxyType(
         "thai": "th", "turkish": "tr", "urdu": "ur", "vietnamese": "vi", "yoruba": "yo",
     }
 )  # fmt: skip
-"""Names of languages in lower case, in files of TyDiQA and on the hub."""
+"""Names of languages in lower case, in files of TyDiQA."""
 
 
 def _same(rows: Rows, part: str) -> Rows:

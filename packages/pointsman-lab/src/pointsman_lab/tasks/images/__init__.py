@@ -37,15 +37,12 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 - `tiny-vit`: chosen here for two CPU cores, CIFAR-10 with 10,000 training images.
 - `vmoe-SIZE-LAYOUT`: V-MoE's code for ImageNet-1K from scratch with S/32 (300 epochs of 99 % of the training images in
-  batches of 8,192). Ours crops images that are resized once to 224 pixels, not the originals. Image size and number of
-  classes become the data's.
+  batches of 8,192). Crops are of the images as they lie on the disk. Image size and number of classes
+  become the data's.
 """
 
 
-EXAMPLES = {
-    "evaluate": "  pointsman evaluate runs/compare-cifar10 --robust c      # corrupted images\n",
-    "finetune": "\nImages:\n  pointsman finetune runs/vit --task cifar10-10k:size=64 --epochs 2\n",
-}
+EXAMPLE = "  pointsman evaluate runs/compare-cifar10 --robust c      # corrupted images\n"
 SETTINGS = {"augment": Setting("", "what is done to training images: crop=4+flip")}
 
 
@@ -73,7 +70,7 @@ class Images(TaskEntry):
         return ClassNames.from_json(text)
 
     def epilog(self, command: str) -> str:
-        return EXAMPLES.get(command, "")
+        return EXAMPLE if command == "evaluate" else ""
 
     def add_flags(self, command: str, flags: Any) -> None:
         if command == "evaluate":
@@ -81,11 +78,11 @@ class Images(TaskEntry):
             flags.add_argument("--robust", metavar="KIND[:PATH]", help=told)
 
     def run(self, command: str, flags: Any, values: Any, device: str) -> int | None:
+        if command != "evaluate" or not values.robust:
+            return None
         from pointsman_lab.tasks.images import cli
 
-        if command == "evaluate" and values.robust:
-            return cli.evaluate(values, device)
-        return cli.finetune(flags, values, device) if command == "finetune" else None
+        return cli.evaluate(values, device)
 
     def published(self, run: Any, column: Any, top_k: int | None) -> float | None:
         from pointsman_lab.tasks.images.sections import published

@@ -24,8 +24,8 @@ from pointsman._errors import RunError, did_you_mean
 from pointsman_lab.tasks.images.image_set import ImagePart
 from pointsman_lab.tasks.images.layouts import Pixels
 
-NAMES = ("crop", "flip", "cutout", "mixup", "randaugment", "inception")
-_STREAM = {name: number for number, name in enumerate((*NAMES[:5], "order", *NAMES[5:]))}
+NAMES = ("crop", "flip", "mixup", "randaugment", "inception")
+_STREAM = {"crop": 0, "flip": 1, "mixup": 3, "randaugment": 4, "inception": 6}
 _RAND_AUGMENT_LEVELS = 10.0
 
 
@@ -37,12 +37,11 @@ def uniforms(seed: int, stream: str, step: int, rows: int, width: int) -> NDArra
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What is done to training images, in this order: inception, randaugment, crop, flip, cutout, mixup.
+    """What is done to training images, in this order: inception, randaugment, crop, flip, mixup.
 
     Attributes:
         crop: pixels of reflected margin of which a window of the old size is cut; 0: none.
         flip: whether half of the images are mirrored.
-        cutout: side of the grey square that is put on each image; 0: none.
         mixup: alpha of the Dirichlet distribution; 0: none. One share a step: lambda x_i + (1 - lambda) x_(i+1), the
             larger share first (Zhang et al. 2018, as V-MoE's code draws it).
         inception: whether a random window of each image as it lies on the disk, of 5 to 100 % of its area and with
@@ -52,14 +51,13 @@ class Augmentation:
 
     crop: int = 0
     flip: bool = False
-    cutout: int = 0
     mixup: float = 0.0
     randaugment: tuple[int, float] | None = None
     inception: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Augmentation:
-        """Reads `crop=4+flip+cutout=8+mixup=0.2+randaugment=2,10`; an empty text is no augmentation.
+        """Reads `crop=4+flip+mixup=0.2+randaugment=2,10`; an empty text is no augmentation.
 
         Raises:
             RunError: an unknown name (with the nearest one), a missing or impossible number.
@@ -97,8 +95,6 @@ class Augmentation:
             mirrored = uniforms(seed, "flip", step, rows, 1)[:, 0] < 0.5
             images = np.where(mirrored[:, None, None, None], images[:, :, ::-1], images)
         pixels = to_tensor(images)
-        if self.cutout:
-            pixels = cutout(pixels, self.cutout, uniforms(seed, "cutout", step, rows, 2))
         if self.mixup:
             bits = np.random.Philox(key=[seed % 2**64, (_STREAM["mixup"] << 48) + step])
             share = float(np.random.Generator(bits).beta(self.mixup, self.mixup))
@@ -156,17 +152,6 @@ def inception_crop(image: Pixels, draws: NDArray[np.float64], side: int) -> Pixe
     left, top = draws[2] * (width - wide), draws[3] * (height - high)
     box = (left, top, left + wide, top + high)
     return np.asarray(Image.fromarray(image).resize((side, side), Image.Resampling.BILINEAR, box=box))
-
-
-def cutout(pixels: Tensor, size: int, draws: NDArray[np.float64]) -> Tensor:
-    """A square of zeros (grey) of side `size` around a place in each image; at the border it is cut off."""
-    side = pixels.shape[-1]
-    centre = torch.from_numpy((draws * side).astype(np.int64))
-    place = torch.arange(side)
-    top, left = centre[:, :1] - size // 2, centre[:, 1:] - size // 2
-    inside_rows = (place >= top) & (place < top + size)
-    inside_columns = (place >= left) & (place < left + size)
-    return pixels.masked_fill((inside_rows[:, :, None] & inside_columns[:, None, :])[:, None], 0.0)
 
 
 def rand_augment(image: Pixels, draws: NDArray[np.float64], magnitude: float) -> Pixels:

@@ -1,14 +1,12 @@
-"""What `evaluate --robust` and `finetune` do with runs on images."""
+"""What `evaluate --robust` does with runs on images."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from pointsman._errors import RunError
-from pointsman_lab.cli.options import Parser, overrides
 from pointsman_lab.cli.progress import Display, stop_on_signals
 
 
@@ -49,35 +47,4 @@ def evaluate(values: argparse.Namespace, device: str) -> int:
             table.write(values.out or values.run)
             print(table.text())
     print(f"\n{write_page(values.run)}", file=sys.stderr)
-    return 0
-
-
-TEXT_FLAGS = (
-    "--task-top-k", "--task-preset", "--freeze", "--balance", "--pooling", "--length", "--from-scratch", "--seeds",
-)  # fmt: skip
-
-
-def finetune(flags: Parser, values: argparse.Namespace, device: str) -> int | None:
-    """`pointsman finetune RUN` of a run on images; None: it is none."""
-    from pointsman_lab.runs.directory import RunDirectory
-    from pointsman_lab.tasks.images.vit import VisionTransformerConfig
-    from pointsman_lab.training.config import RunConfig
-
-    if not isinstance(RunDirectory(values.run).config(RunConfig).model, VisionTransformerConfig):
-        return None
-    from pointsman.diagnostics.monitor import RoutingMonitor
-    from pointsman_lab.report.results import text_of_results
-    from pointsman_lab.tasks.images.further import finetune_images
-
-    flags.without_effect(values, TEXT_FLAGS, "on runs that learned images")
-    changes: dict[str, Any] = dict(overrides(values.set))
-    given = {"eval_top_k": values.top_k, "eval_tokens": values.eval_tokens}
-    changes |= {key: value for key, value in given.items() if value is not None}
-    with Display() as display, stop_on_signals() as stop:
-        result = finetune_images(
-            values.run, values.task, steps=values.steps, epochs=values.epochs, settings=changes, out=values.out,
-            device=device, progress=display, monitor=RoutingMonitor, stop=stop,
-        )  # fmt: skip
-    print(text_of_results(result.evaluation["results"]))
-    print(f"\nrun: {result.out}", file=sys.stderr)
     return 0

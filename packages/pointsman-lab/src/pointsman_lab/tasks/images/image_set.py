@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,6 @@ from pointsman._errors import RunError, did_you_mean
 from pointsman._files import parse_json, read_ordinary
 from pointsman_lab.data.catalog import SPLITS
 from pointsman_lab.data.reading import reading
-from pointsman_lab.tasks.images.hub import is_saved, open_hub, open_saved
 from pointsman_lab.tasks.images.layouts import LabelledImages, Layout, Pixels, open_layout
 
 IMAGE_SETS = {
@@ -133,9 +131,8 @@ def load_images(spec: str, *, data_dir: Path | None = None) -> ImageSet:
     validation part as its test, and a validation part is again taken from training.
 
     Args:
-        spec: the set; a path, a name, or `owner/name` of the Hugging Face hub.
-            `size`: the shorter side is resized to it, then the centre is cropped. Without it all images
-            must be square and of one size.
+        spec: the set, by name or path. `size`: the shorter side is resized to it, then the centre is cropped.
+            Without it all images must be square and of one size.
         data_dir: where names are looked up.
 
     Raises:
@@ -144,13 +141,10 @@ def load_images(spec: str, *, data_dir: Path | None = None) -> ImageSet:
     """
     text, size = _parse(spec)
     path = _find(text, data_dir)
-    if path is None:
-        layout, name = open_hub(text), text.rpartition("/")[2]
-    else:
-        layout = open_saved(path) if is_saved(path) else open_layout(path)
-        name = text if text in IMAGE_SETS else path.name.split(".")[0]
+    layout = open_layout(path)
+    name = text if text in IMAGE_SETS else path.name.split(".")[0]
     parts, note = _assign(layout)
-    _check_parts(parts, layout, f"{path or text}", note)
+    _check_parts(parts, layout, str(path), note)
     side = size or next(iter(parts.values())).load(0).shape[0]
     opened = {
         split: ImagePart(Images(part, size, side), np.asarray(part.labels, dtype=np.int64), part.load if size else None)
@@ -175,15 +169,13 @@ def _parse(spec: str) -> tuple[str, int | None]:
     return name, int(option)
 
 
-def _find(name: str, data_dir: Path | None) -> Path | None:
-    """Where the images lie; None: on the hub, as `owner/name`."""
+def _find(name: str, data_dir: Path | None) -> Path:
+    """Where the images lie."""
     names = _FOLDERS.get(name, (name,))
     places = [data_dir / folder for folder in names] if data_dir else []
     for place in [*places, Path(name).expanduser()]:
         if place.exists():
             return place
-    if re.fullmatch(r"[\w-]+/[\w.-]+", name):
-        return None
     where = f" under {data_dir}" if data_dir else " (POINTSMAN_DATA is not set)"
     raise RunError(f"no images called {name!r}{where}: {did_you_mean(name, IMAGE_SETS)}, or a path")
 

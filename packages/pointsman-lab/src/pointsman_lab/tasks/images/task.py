@@ -17,11 +17,10 @@ from pointsman.diagnostics.diagnose import Batch
 from pointsman_lab.data.download import DataProgress
 from pointsman_lab.evaluation.passes import EvaluationContext
 from pointsman_lab.models.config import build_model
-from pointsman_lab.runs.checkpoints import CheckpointError
 from pointsman_lab.tasks.images.augment import Augmentation, ImageStream, evaluation_batches
 from pointsman_lab.tasks.images.evaluation import HEADER, evaluate_images, image_nats
 from pointsman_lab.tasks.images.image_set import ClassNames, ImageSet, load_images
-from pointsman_lab.tasks.images.vit import VisionTransformerConfig, resized
+from pointsman_lab.tasks.images.vit import VisionTransformerConfig
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.kernels import autocast
 from pointsman_lab.training.objectives import Loss, Objective, Outcome, objective_of
@@ -40,19 +39,14 @@ class ImageClassification(Task):
     Args:
         images: the set.
         vocabulary: the classes of a trained run, whose labels the images get; None: their own.
-        weights: of a trained model to start from, whose images may be of another size; the classes' weights start
-            anew where the classes differ in number. None: fresh weights.
     """
 
     vocabulary: ClassNames
     scorer = "calibration_tools.py of natural-adv-examples"
 
-    def __init__(
-        self, images: ImageSet, vocabulary: ClassNames | None = None, weights: Mapping[str, Tensor] | None = None
-    ) -> None:
+    def __init__(self, images: ImageSet, vocabulary: ClassNames | None = None) -> None:
         self.images = images if vocabulary is None else images.relabelled(vocabulary.names)
         self.vocabulary = ClassNames(self.images.classes)
-        self.weights = weights
         self.name = images.name
         self.fingerprint = images.fingerprint
         self._kept: dict[int, str] = {}
@@ -82,17 +76,7 @@ class ImageClassification(Task):
         return _shape(config).tokens
 
     def build_model(self, config: RunConfig) -> Any:
-        model = build_model(config.model)
-        if self.weights is None:
-            return model
-        weights = resized(self.weights, _shape(config))
-        own = model.state_dict()
-        head = [name for name in own if name.startswith("head.classify.") and own[name].shape != weights[name].shape]
-        try:
-            model.load_state_dict({**weights, **{name: own[name] for name in head}})
-        except RuntimeError as error:
-            raise CheckpointError(f"the trained weights do not fit: {str(error).splitlines()[-1].strip()}") from None
-        return model
+        return build_model(config.model)
 
     def batches(self, config: RunConfig, device: torch.device) -> Batches:
         stream = ImageStream(

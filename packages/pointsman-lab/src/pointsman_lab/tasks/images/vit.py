@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman._errors import did_you_mean
@@ -189,18 +188,3 @@ class ImageHead(nn.Module):
         if self.represent is not None:
             pooled = torch.tanh(linear(pooled, self.represent.weight, self.represent.bias))
         return linear(pooled, self.classify.weight, self.classify.bias)
-
-
-def resized(weights: Mapping[str, Tensor], config: VisionTransformerConfig) -> dict[str, Tensor]:
-    """The weights of a run for images of another size: positions are resized bilinearly on their grid.
-
-    Args:
-        weights: of a model that differs from `config` in `image_size` at most.
-    """
-    position = weights[POSITIONS]
-    extra = config.pooling == "token"
-    before = math.isqrt(len(position) - extra)
-    grid = position[extra:].T.reshape(1, -1, before, before)
-    if before != config.grid:
-        grid = F.interpolate(grid, size=(config.grid, config.grid), mode="bilinear", antialias=False)
-    return {**weights, POSITIONS: torch.cat([position[:extra], grid.flatten(2)[0].T])}

@@ -13,9 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pointsman._errors import RunError, did_you_mean
-from pointsman.control import named_routers
-from pointsman.recording import record_routing
+from pointsman._errors import RunError
 from pointsman_lab.data.vocabulary import IdArray, Vocabulary
 
 HELD = 8  # ids that wait for the rest of their character, at most
@@ -56,20 +54,6 @@ class Sampling:
         return torch.cat(rows).to(logits.device)
 
 
-@dataclass(frozen=True)
-class Step:
-    """One forward.
-
-    Attributes:
-        tokens: [B] that were drawn; None of the last forward, which only finds out experts.
-        experts: layer name -> the expert with the largest weight of each token that was read, [B, T]; empty unless
-            asked for. T is the longest prompt first (prompts stand on the right), then 1.
-    """
-
-    tokens: Tensor | None
-    experts: dict[str, Tensor]
-
-
 def check_prompts(prompts: Sequence[IdArray], context: int) -> None:
     """RunError for no prompt, an empty one, or one that is longer than the context."""
     if not prompts:
@@ -84,9 +68,9 @@ def check_prompts(prompts: Sequence[IdArray], context: int) -> None:
 
 @torch.no_grad()
 def generate(
-    model: Any, prompts: Sequence[IdArray], *, tokens: int, context: int, sampling: Sampling, experts: bool = False
-) -> Iterator[Step]:
-    """Continues every prompt by `tokens` tokens; a step for each.
+    model: Any, prompts: Sequence[IdArray], *, tokens: int, context: int, sampling: Sampling
+) -> Iterator[Tensor]:
+    """Continues every prompt by `tokens` tokens; yields the next of each, [B].
 
     Beyond the context the oldest tokens are forgotten.
 
@@ -94,7 +78,6 @@ def generate(
         model: a language model in evaluation mode (`set_top_k` sets its k).
         prompts: ids of each.
         context: how many tokens the model sees at most.
-        experts: report each token's expert.
 
     Raises:
         RunError: what `check_prompts` raises.
@@ -110,46 +93,12 @@ def generate(
     read, padding = read.to(device), None if bool(mask.all()) else mask.to(device)
     generators = [torch.Generator().manual_seed(sampling.seed + row) for row in range(len(prompts))]
     memory = None
-    for step in range(tokens + experts):
-        if experts:
-            with record_routing(model) as records:
-                output = model(read, memory=memory, memory_length=context - 1, padding_mask=padding)
-            seen = {name: _first(routing, read.shape) for name, routing in records.items()}
-        else:
-            output = model(read, memory=memory, memory_length=context - 1, padding_mask=padding)
-            seen = {}
-        if step == tokens:
-            yield Step(None, seen)
-            return
+    for _ in range(tokens):
+        output = model(read, memory=memory, memory_length=context - 1, padding_mask=padding)
         memory, padding = output.memory, None
         drawn = sampling.draw(output.logits[:, -1], generators)
-        yield Step(drawn, seen)
+        yield drawn
         read = drawn[:, None]
-
-
-def _first(routing: Any, shape: torch.Size) -> Tensor:
-    """[B, T]: of each token the expert with the largest weight."""
-    best = routing.weights.argmax(-1, keepdim=True)
-    chosen: Tensor = routing.experts.gather(-1, best)
-    return chosen.view(shape).cpu()
-
-
-def sparse_layer(model: Any, name: str | None) -> str:
-    """The qualified name of the sparse layer that `name` means (`1`, `layers.1`); None: the last one.
-
-    Raises:
-        RunError: the model has no such layer; names those that it has.
-    """
-    layers = [layer for layer, _ in named_routers(model)]
-    short = {layer.removesuffix(".moe"): layer for layer in layers}
-    if not layers:
-        raise RunError("the model has no sparse layer, so no token has an expert")
-    if name is None:
-        return layers[-1]
-    wanted = f"layers.{name}" if name.isdecimal() else name.removesuffix(".moe")
-    if wanted not in short:
-        raise RunError(f"layer {name!r}: {did_you_mean(wanted, short)}")
-    return short[wanted]
 
 
 class TextStream:

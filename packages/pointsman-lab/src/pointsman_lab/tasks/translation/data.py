@@ -1,10 +1,9 @@
 """Parallel text for translation: pairs of sentences, in pieces shared by all languages.
 
-`multi30k:from=de+fr+cs:to=en` lies in the data folder, into which missing files are downloaded;
-`parallel:PATH:from=de:to=en` in a folder of its own. Files are `train.LANG[.gz]`, `val.LANG` and `test*.LANG`, one
-sentence a line; line n of both languages is a pair. `wmt:FOLDER[:from=fr+cs][:to=en]` has a text of its own for each
-source language, each with its own target side: `train.fr-en.fr[.gz]` and `train.fr-en.en`, `valid.fr-en.*`,
-`newstest2014.fr-en.*`.
+`multi30k:from=de+fr+cs:to=en` lies in the data folder, `parallel:PATH:from=de:to=en` in a folder of its own. Files are
+`train.LANG[.gz]`, `val.LANG` and `test*.LANG`, one sentence a line; line n of both languages is a pair.
+`wmt:FOLDER[:from=fr+cs][:to=en]` has a text of its own for each source language, each with its own target side:
+`train.fr-en.fr[.gz]` and `train.fr-en.en`, `valid.fr-en.*`, `newstest2014.fr-en.*`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,28 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman_lab.data.download import DataProgress, from_address
 from pointsman_lab.data.pieces import END, MultilingualText, Pieces, learn_pieces
 from pointsman_lab.data.reading import find_file, read_lines
-
-MULTI30K_PAGE = (
-    "https://raw.githubusercontent.com/multi30k/dataset/a3d2e0d26b56f3846f66a952536ffed4e401d05a/data/task1/raw"
-)
-MULTI30K = {
-    "train.en": (1_801_238, "053a34ece7c904dbc8c7361799afbe4c"),
-    "train.de": (2_110_398, "d3b4bc1671cfb805267f97f16884beba"),
-    "train.fr": (2_111_303, "849ec62eac03bcc3335f8bac00a4045a"),
-    "train.cs": (1_755_283, "ea345fc3015296d49f06bc26912cc982"),
-    "val.en": (63_297, "2234730e7925354b766681b029b347ec"),
-    "val.de": (75_981, "9f139b15d9d11936dea7af2904e57d8c"),
-    "val.fr": (73_924, "5c6267b6b147feb0fd6a826d01b7a53a"),
-    "val.cs": (60_213, "dcb79728c6b05448519f888f2e49bef6"),
-    "test_2016_flickr.en": (62_076, "2022a6c31e2418047a0511333d55ed42"),
-    "test_2016_flickr.de": (70_649, "cde61d7401b116652ee84099c7858ca3"),
-    "test_2016_flickr.fr": (72_261, "091159ae517b43efa0faaa650c49923b"),
-    "test_2016_flickr.cs": (62_364, "91d70d413b7711e46d57fbdd15e656d3"),
-}
-"""File of Multi30k's task 1 -> bytes and MD5 of its text; published with the ending .gz."""
 
 Ids = NDArray[np.int64]
 Pairs = tuple[tuple[str, str], ...]
@@ -100,7 +79,7 @@ def load_parallel(spec: str, data_dir: Path | None) -> ParallelText:
     """Reads `multi30k[:from=de+fr][:to=en]`, `parallel:PATH:from=de:to=en` or `wmt:FOLDER[:from=fr+cs][:to=en]`.
 
     Raises:
-        RunError: another form, a missing file that cannot be downloaded, parts of different length, an empty file or
+        RunError: another form, a missing file, parts of different length, an empty file or
             sentence.
     """
     name, *options = spec.split(":")
@@ -126,8 +105,6 @@ def load_parallel(spec: str, data_dir: Path | None) -> ParallelText:
         return _wmt(root, sources, chosen["to"])
     if not sources or chosen["to"] in sources:
         raise RunError(f"data {spec!r}: from={chosen['from']} to={chosen['to']}: name other languages than the target")
-    if name == "multi30k":
-        download_multi30k(root, {*sources, chosen["to"]})
     if not root.is_dir():
         raise RunError(f"there is no folder {root}")
     stems = {"train": "train", "valid": "val", "test": _test_stem(root, chosen["to"])}
@@ -180,30 +157,6 @@ def _wmt(root: Path, sources: list[str], target: str) -> ParallelText:
 
 
 _NAMES = {"train": "train.{0}-{1}.{0}", "valid": "valid.{0}-{1}.{0}", "test": "newstest2014.{0}-{1}.{0}"}
-
-
-def download_multi30k(folder: Path, languages: Collection[str], progress: DataProgress | None = None) -> None:
-    """Puts what `folder` lacks of Multi30k into it: training, validation and the test of 2016, in some languages.
-
-    Languages that Multi30k does not have, and tests of a language that has one there, are left alone.
-
-    Raises:
-        RunError: as of `download`.
-    """
-    missing = [
-        name for name in MULTI30K
-        if (language := name.rpartition(".")[2]) in languages
-        and not any(folder.glob(f"{'test*' if name.startswith('test') else name.partition('.')[0]}.{language}*"))
-    ]  # fmt: skip
-    if not missing:
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"multi30k cannot be downloaded: {folder} cannot be created: {error.strerror}") from None
-    for name in missing:
-        size, md5 = MULTI30K[name]
-        from_address("multi30k", f"{MULTI30K_PAGE}/{name}.gz", folder / f"{name}.gz", size, md5, progress)
 
 
 def _test_stem(root: Path, language: str) -> str:
