@@ -269,7 +269,7 @@ def test_the_papers_preset_freezes_and_has_the_scripts_rates(run: Path, data: Pa
     [
         ("xnli:languages=en+xx", "no test part in 'xx'"),
         ("xnli:lang=en", "unknown option 'lang'"),
-        ("pawsx", "pawsx is not under the data folder"),
+        ("pawsx", "pawsx has no train part"),
     ],
 )
 def test_what_is_refused(data: Path, spec: str, words: str) -> None:

@@ -34,10 +34,5 @@ class CrossLingualEntry(TaskEntry):
 
         return CrossLingual
 
-    def tables(self, comparison: Any) -> Sequence[Any]:
-        from pointsman_lab.tasks.crosslingual.table import XtremeTable
-
-        return XtremeTable.all(comparison)
-
 
 TASK = CrossLingualEntry()
