@@ -134,7 +134,10 @@ def test_translation_is_taken_by_language_and_at_the_k_of_training(tmp_path: Pat
     for (router, _), run in read_comparison(tmp_path / "c").runs.items():
         config, record = (json.loads((run.path / name).read_text()) for name in ("config.json", "evaluation.json"))
         names = languages if router == "switch" else languages[1:]
-        config |= {"data": f"parallel:/data/wmt10:from={'+'.join(names)}:to=en", "train_top_k": "2"}
+        config |= {
+            "data": f"wmt:{'' if router == 'switch' else '/data/'}wmt10:from={'+'.join(names)}",
+            "train_top_k": "2",
+        }
         for row in record["results"]:
             values = {name: {"value": 10.0 * row["top_k"] + place} for place, name in enumerate(names)}
             row |= {"metric": "bleu", "languages": values}

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 from pathlib import Path
 
 import pytest
 
 from pointsman._errors import RunError
+from pointsman_lab.cli.main import main
+from pointsman_lab.report.paper import paper_tables
 from pointsman_lab.tasks.crosslingual.splits import load_xtreme
 from pointsman_lab.tasks.crosslingual.xtreme import load_task
+from tests.tasks.crosslingual.fixtures import sentence
 
 LABELS = ("neutral", "entailment", "contradictory")
 XNLI = ("language", "gold_label", "a", "b", "c", "d", "sentence1", "sentence2")
@@ -123,3 +127,26 @@ def test_a_task_without_its_files_names_the_one_that_can_do_with_less(tmp_path: 
     write(tmp_path, {"xnli/dev-en.tsv": table(*pairs("d", 9, "neutral"))})
     with pytest.raises(RunError, match=r"xnli has no train part: .* no file multinli.* xnli-dev needs only what lies"):
         load_xtreme("xnli", tmp_path)
+
+
+@pytest.mark.slow
+def test_the_documented_commands_fill_the_papers_first_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sentencepiece")
+    draw = random.Random(0)
+    monkeypatch.setenv("POINTSMAN_DATA", str(write(tmp_path / "data", PUBLISHERS)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(write(tmp_path, {"text/en.txt": "\n".join(sentence(draw) + "." for _ in range(1500))}))
+    sizes = {"num_layers": 2, "dim": 16, "num_heads": 2, "head_dim": 8, "hidden_dim": 24, "num_experts": 4}
+    small = {"pieces": 96, "batch_size": 8, "segment_length": 32, "warmup_steps": 0, "validate_every": 0,
+             "model.moe_layers": "after:1"} | {f"model.{name}": size for name, size in sizes.items()}  # fmt: skip
+    settings = [word for name, value in small.items() for word in ("--set", f"{name}={value}")]
+    how = ["--top-k", "1", "--jobs", "1", "--device", "cpu", "--out", "grid"]
+    grid = ["--preset", "tiny-mlm", "--data", "multilingual:text", "--routers", "plain,switch,xmoe", "--seeds", "1"]
+    assert main(["compare", *grid, "--steps", "2", "--eval-tokens", "256", *settings, *how]) == 0
+    tasks = "udpos,panx,xquad,mlqa,tydiqa,xnli,pawsx"
+    assert main(["compare", "--task", tasks, "--task-steps", "1", "--length", "48", *how]) == 0
+    assert main(["report", "grid", "--paper", "x-moe"]) == 0
+    first = paper_tables(tmp_path / "grid", "x-moe").tables[0]
+    [found] = first.ours.values()
+    columns = len(first.published.columns)  # the last is XTREME's average
+    assert found.keys() == {(line, column) for line in range(3) for column in range(columns)}

@@ -157,8 +157,10 @@ def _is_papers_attack(row: Mapping[str, Any]) -> bool:
 def dataset(run: RunRecord) -> str:
     """The corpus or task of a run, without options and folders; "multilingual" of all multilingual text."""
     data = str(run.config.get("data", ""))
-    name = data.partition(":")[0]
-    return "multilingual" if name in ("multilingual", "xtreme-text") else Path(data).name.partition(":")[0]
+    kind, _, rest = data.partition(":")
+    if kind in ("multilingual", "xtreme-text"):
+        return "multilingual"
+    return Path(rest if kind in ("parallel", "wmt") else data).name.partition(":")[0]
 
 
 def belongs(run: RunRecord, line: Line, free: Sequence[str] = ()) -> bool:
