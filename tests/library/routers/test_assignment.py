@@ -1,8 +1,6 @@
-"""The balanced assignment against exhaustive search, SciPy's solver, and examples worked out by hand."""
+"""The balanced assignment against SciPy's solver, and examples worked out by hand."""
 
 from __future__ import annotations
-
-import itertools
 
 import numpy as np
 import pytest
@@ -27,18 +25,6 @@ def value(scores: Scores, k: int) -> float:
     return float(ranked.sum())
 
 
-def best(scores: Scores, k: int) -> float:
-    """The largest value over all assignments with equal loads."""
-    tokens, num_experts = scores.shape
-    allowed = (tokens * k // num_experts, -(-tokens * k // num_experts))
-    found = -np.inf
-    for rows in itertools.product(itertools.combinations(range(num_experts), k), repeat=tokens):
-        loads = [sum(e in row for row in rows) for e in range(num_experts)]
-        if min(loads) >= allowed[0] and max(loads) <= allowed[1]:
-            found = max(found, sum(scores[n, list(row)].sum() for n, row in enumerate(rows)))
-    return float(found)
-
-
 @pytest.mark.parametrize(
     ("scores", "optimum", "chosen"),
     [
@@ -54,36 +40,13 @@ def test_by_hand(scores: list[list[float]], optimum: float, chosen: list[int] | 
         assert balanced_assignment(torch.tensor(scores)[None], None, 1)[0, :, 0].tolist() == chosen
 
 
-def test_the_optimum_of_small_problems() -> None:
-    generator = np.random.default_rng(0)
-    for num_experts, k in ((2, 1), (3, 1), (3, 2), (4, 2)):
-        for tokens in (1, 2, 3, 4):
-            for draw in range(4):
-                scores = generator.normal(size=(tokens, num_experts))
-                if draw % 2:
-                    scores = generator.integers(0, 3, (tokens, num_experts)).astype(np.float64)
-                assert value(scores, k) == pytest.approx(best(scores, k), abs=1e-9)
-
-
-@pytest.mark.parametrize("num_experts", [2, 5, 8])
-def test_the_optimum_of_scipy(num_experts: int) -> None:
-    optimize = pytest.importorskip("scipy.optimize")
-    generator = np.random.default_rng(num_experts)
-    for tokens in (num_experts, 3 * num_experts, 8 * num_experts):
-        for skew in (0.0, 3.0):
-            scores = generator.normal(size=(tokens, num_experts)) + skew * generator.normal(size=num_experts)
-            for one in (scores, scores.round()):
-                places = np.repeat(one, tokens // num_experts, axis=1)
-                rows, columns = optimize.linear_sum_assignment(places, maximize=True)
-                assert value(one, 1) == pytest.approx(places[rows, columns].sum(), abs=1e-9)
-
-
-def test_the_optimum_of_several_experts_a_token() -> None:
-    """The same linear programme, by SciPy's HiGHS."""
+def test_the_optimum_of_scipy() -> None:
+    """The linear programme by HiGHS, also with ties. The published auction does not end at 5 tokens, 2 experts."""
     optimize = pytest.importorskip("scipy.optimize")
     generator = np.random.default_rng(1)
-    for tokens, num_experts, k in ((13, 4, 2), (20, 6, 5), (31, 5, 3)):
+    for tokens, num_experts, k in ((13, 4, 2), (20, 6, 5), (31, 5, 3), (5, 2, 1), (40, 5, 1), (24, 8, 1), (3, 4, 2)):
         scores = generator.normal(size=(tokens, num_experts)) + 2 * generator.normal(size=num_experts)
+        scores = scores.round() if tokens % 8 == 0 else scores
         rows = np.kron(np.eye(tokens), np.ones(num_experts))
         columns = np.kron(np.ones(tokens), np.eye(num_experts))
         share = tokens * k / num_experts
@@ -94,12 +57,6 @@ def test_the_optimum_of_several_experts_a_token() -> None:
         )
         found = optimize.milp(-scores.reshape(-1), constraints=limits, bounds=optimize.Bounds(0, 1))
         assert value(scores, k) == pytest.approx(-found.fun, abs=1e-9)
-
-
-def test_five_tokens_and_two_experts() -> None:
-    """The published auction does not end here."""
-    scores = np.random.default_rng(0).normal(size=(5, 2))
-    assert value(scores, 1) == pytest.approx(best(scores, 1))
 
 
 def test_padding_scores_that_are_not_finite_and_nothing_at_all() -> None:

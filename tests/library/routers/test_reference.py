@@ -238,21 +238,3 @@ def test_switch_jitter_leaves_the_experts_input_alone() -> None:
     torch.testing.assert_close(y, expected)
     clean = layer.eval().router(x).logits
     assert not torch.allclose(routing.logits, clean)
-
-
-def test_capacity_keeps_the_earliest_assignments() -> None:
-    router = build_router("smoe:capacity=0.5", dim=DIM, num_experts=EXPERTS, top_k=2)
-    free = build_router("smoe", dim=DIM, num_experts=EXPERTS, top_k=2)
-    free.load_state_dict(router.state_dict())
-    x = torch.randn(2, 30, DIM) * 20
-    limit = math.ceil(0.5 * 30 * 2 / EXPERTS)
-    kept, asked = router(x), free(x)
-    for b in range(2):
-        count = [0] * EXPERTS
-        for t in range(30):
-            for slot in range(2):
-                e = int(asked.experts[b * 30 + t, slot])
-                count[e] += 1
-                got = int(kept.experts[b * 30 + t, slot])
-                assert got == (e if count[e] <= limit else -1)
-                assert (kept.weights[b * 30 + t, slot] == 0) == (got == -1)
