@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -28,12 +30,16 @@ def test_the_report_reads_it(tmp_path: Path) -> None:
     assert 'id="loss"' not in page
     assert all(html.escape(sentence) in page for sentence in result.findings())
     assert "MixtralForCausalLM" in page
-    order = ["Load of every expert", "Load: de.txt", "Loss at every k", "Routing by layer", "Domains apart",
-             "Coverage for calibration", "Super experts", "Experts that go together", "k by layer", "Cost to serve",
-             "Placement and cache"]  # fmt: skip
+    order = ["Load of every expert", "Findings", "Loss at every k", "Change of the loss", "Routing by layer",
+             "Domains apart", "Coverage for calibration", "Super experts", "Experts that go together", "k by layer",
+             "Cost to serve", "Expert-parallel placement", "Cache of hot experts"]  # fmt: skip
     places = [page.index(f"<h3>{title}") for title in order]
     assert places == sorted(places)
     assert "`" not in page[places[0] : page.index('id="result"')]
+    data = json.loads(re.search(r'id="report-data">(.*?)</script>', page)[1])
+    of = next(iter(data["audits"].values()))["of"]
+    assert list(of) == ["all", "en.txt", "de.txt"]
+    assert of["all"] == [layer["load"]["share"] for layer in result.layers.values()]
     assert "(the first two principal components)" in page
     assert "UMAP" not in page
     assert "Tokens to an answer" not in page  # no task was given

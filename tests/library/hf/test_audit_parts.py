@@ -40,7 +40,7 @@ def made(loads: dict[str, torch.Tensor], count: int, seed: int = 0) -> Blocks:
     for domain, load in loads.items():
         for _ in range(count):
             drawn = torch.multinomial(load, 40, replacement=True, generator=generator)
-            found.all.append(Block(domain, 40, 39, {}, {"layer": torch.bincount(drawn, minlength=len(load))}))
+            found.all.append(Block(domain, 40, {}, {"layer": torch.bincount(drawn, minlength=len(load))}))
     return found
 
 
@@ -198,3 +198,28 @@ def test_schedules_of_k_against_setting_it() -> None:
     assert of["greedy, mean k 1.5"]["mean_k"] <= 1.5
     assert of["k = 2"]["share_half"] is None
     assert [gate.module.top_k for gate in gates] == [2, 2]
+
+
+def test_the_tokens_of_an_expert_and_a_sample_of_every_domain() -> None:
+    tokens, model = tokenizer(), spread(zoo.tiny_model("olmoe"))
+    found = hf.audit(model, tokens, two_domains(), top_k=[2], length=24, sample_tokens=60, probe_tokens=0)
+    layer = "model.layers.0.mlp"
+    top, load = found.layers[layer]["specialisation"]["top"], found.layers[layer]["load"]["share"]
+    of = next(one for one in found.analyses["typical"] if one["layer"] == layer and one["tokens"])
+    counts = {tokens.decode([one]): (count, share) for one, count, share in top[of["expert"]]}
+    lifts = []
+    for text, count, lift in of["tokens"]:
+        assert (count, pytest.approx(lift)) == (counts[text][0], counts[text][1] / load[of["expert"]])
+        lifts.append(lift)
+    assert lifts == sorted(lifts, reverse=True)
+    assert min(lifts) > 1
+    first = [" ".join(of).split()[:30] for of in two_domains().values()]
+    assert [text.strip() for text in found.sample.tokens] == first[0] + first[1]
+
+
+def test_differences_have_an_interval_on_two_rows_of_text() -> None:
+    found = hf.audit(spread(zoo.tiny_model("mixtral")), tokenizer(), texts(2), top_k=[1, 2], length=24, probe_tokens=0)
+    change = found.quality[0]["difference"]
+    assert change["blocks"] > 4  # quarters of rows
+    assert change["half"] > 0
+    assert found.quality[0]["half"] > 0

@@ -197,9 +197,9 @@ def shifted_and_misaligned(trace: RoutingTrace) -> RoutingTrace:
         (shifted, ["shifted by a token (+1)"]),
         (sequences_exchanged, ["sequences in another order"]),
         (transposed, ["batch and sequence exchanged"]),
-        (layers_misaligned, ["layers misaligned by 2"]),
+        (layers_misaligned, ["layers misaligned by -1"]),
         (padding_counted, ["padding is counted"]),
-        (shifted_and_misaligned, ["layers misaligned by 2", "shifted by a token (+1)"]),
+        (shifted_and_misaligned, ["layers misaligned by -1", "shifted by a token (+1)"]),
     ],
 )
 def test_planted_faults_are_named(

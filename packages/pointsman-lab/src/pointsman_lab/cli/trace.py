@@ -67,7 +67,8 @@ def run(words: Sequence[str]) -> int:
                  *(NONE if x is None else f"{x:.3g}" for x in (one.margin, one.margin_differing))]
                 for name, one in found.layers.items()
             ]  # fmt: skip
-            print(Grid(["layer", "other experts", "predicted", "margin", "there"], rows).text())
+            print(Grid(["layer", "other experts", "predicted", "margin", "where other"], rows).text())
+            print("margin: last chosen logit minus the next; mean, and that of other experts")
         result = found.to_dict()
         if values.margins:
             result["margins"] = flips(first, second)

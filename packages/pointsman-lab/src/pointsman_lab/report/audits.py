@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import struct
-import zlib
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 from pointsman._grid import NONE, Grid
 from pointsman._values import finite
@@ -18,75 +14,41 @@ from pointsman_lab.runs.paths import AUDIT
 from pointsman_lab.runs.record import read_object
 
 Found = Mapping[str, Any]
-COLOURS = np.array([[0, 32, 77], [124, 123, 120], [255, 234, 70]])  # no load, an even share, three times it
-DEAD = (200, 30, 60)
 MOST = 12  # rows of a table of experts
-INTERVAL = "± is half of the 95 % interval over blocks of text; a difference within it is none."
+INTERVAL = "± is half of the 95 % interval over paired quarters of rows of text; a difference within it is none."
 
 
 def audit_parts(comparison: Comparison) -> list[dict[str, Any]]:
-    """{"id", "title", "image" and "height", "grid", "note"} of every audit of the page; [] without audits."""
+    """{"id", "title", "grid", "note"} of every audit of the page; [] without audits."""
     audits = {run.router: read_object(run.path / AUDIT) for run in comparison.runs.values() if run.is_audit}
     found = []
     for name, audit in audits.items():
         for part in _parts(audit):
             title = part["title"] if len(audits) == 1 else f"{part['title']}: {name}"
-            found.append({"image": None, "grid": None, "height": 0, **part, "title": title})
+            found.append({**part, "title": title})
     return [{**part, "id": f"audit-{place}"} for place, part in enumerate(found)]
 
 
 def _parts(audit: Found) -> list[dict[str, Any]]:
     layers: Found = audit.get("layers") or {}
-    made = [_load(layers), *_domain_loads(audit, layers), _quality(audit), _routing(layers, audit), _domains(audit)]
-    made += [_specialists(audit), _coverage(audit), _super(audit), _across(audit), _answers(audit), _schedules(audit)]
-    made += [_memory(audit), _serving(audit), _simulated(audit)]
-    return [part for part in made if part and (part.get("image") or (part["grid"] and part["grid"].rows))]
+    made = [_quality(audit), _change(audit), _routing(layers), _domains(audit), _specialists(audit), _tokens(audit)]
+    made += [_coverage(audit), _super(audit), _across(audit), _answers(audit), _schedules(audit), _memory(audit)]
+    made += [_serving(audit), _placement(audit), _cache(audit)]
+    return [part for part in made if part["grid"] and part["grid"].rows]
 
 
-def _load(layers: Found) -> dict[str, Any]:
-    return {
-        "title": "Load of every expert", **_heat([(of.get("load") or {}).get("share") or [] for of in layers.values()]),
-        "note": "A row is a layer, the first at the top; a column is an expert. Dark: little, grey: an even share, "
-        "yellow: three times that or more, red: no token of the text.",
-    }  # fmt: skip
-
-
-def _domain_loads(audit: Found, layers: Found) -> list[dict[str, Any]]:
-    names = list(audit.get("domains") or {})
-    shares = {
-        name: [((of.get("domains") or {}).get(name) or {}).get("share") or [] for of in layers.values()]
-        for name in names
-    }
-    return [{"title": f"Load: {name}", **_heat(shares[name]), "note": ""} for name in names if len(names) > 1]
-
-
-def _heat(shares: Sequence[Sequence[float | None]]) -> dict[str, Any]:
-    """The picture of loads, a pixel an expert."""
-    width = max(map(len, shares), default=0)
-    if not width:
-        return {"image": None, "grid": None}
-    pixels = np.full((len(shares), width, 3), 255, dtype=np.uint8)
-    for row, share in zip(pixels, shares, strict=True):
-        for place, value in enumerate(share):
-            even = min(3.0, max(0.0, value or 0.0) * len(share))
-            at = even if even <= 1 else 1 + (even - 1) / 2
-            of = int(min(at, 1.999))
-            low, high = COLOURS[of : of + 2]
-            row[place] = DEAD if not value else (low + (high - low) * (at - of)).astype(np.uint8)
-    return {"image": _png(pixels), "height": min(420, max(40, 14 * len(shares)))}
-
-
-def _png(pixels: Any) -> str:
-    """[height, width, 3] bytes as a data URI."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    height, width, _ = pixels.shape
-    rows = b"".join(b"\0" + row.tobytes() for row in pixels)
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    file = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b"")
-    return f"data:image/png;base64,{base64.b64encode(file).decode()}"
+def load_maps(comparison: Comparison) -> dict[str, dict[str, Any]]:
+    """Audit -> {"layers": names, "of": {domain, or "all": the share of every expert by layer}}."""
+    found = {}
+    for run in (one for one in comparison.runs.values() if one.is_audit):
+        layers = (read_object(run.path / AUDIT).get("layers") or {}).items()
+        names = dict.fromkeys(name for _, of in layers for name in of.get("domains") or {})
+        shares = {"all": [(of.get("load") or {}).get("share") or [] for _, of in layers]}
+        for name in names if len(names) > 1 else ():
+            shares[name] = [((of.get("domains") or {}).get(name) or {}).get("share") or [] for _, of in layers]
+        if any(shares["all"]):
+            found[run.router] = {"layers": [short_layer(name) for name, _ in layers], "of": shares}
+    return found
 
 
 def spread(of: Found | None, digits: int = 4, *, sign: bool = False, scale: float = 1.0) -> str:
@@ -101,28 +63,42 @@ def spread(of: Found | None, digits: int = 4, *, sign: bool = False, scale: floa
 def _quality(audit: Found) -> dict[str, Any]:
     domains = list(audit.get("domains") or {})
     domains = domains if len(domains) > 1 else []
-    rows = []
-    for row in audit.get("quality") or ():
-        own = " (own)" if row["top_k"] == audit.get("top_k") else ""
-        of = [row.get("domains", {}).get(name) or {} for name in domains]
-        rows.append(
-            [f"{row['top_k'] or NONE}{own}", spread({"mean": row["loss"], "half": row.get("half")}),
-             spread(row.get("difference"), sign=True), *(spread(one) for one in of),
-             *(spread(one.get("difference"), sign=True) for one in of)]
-        )  # fmt: skip
-    header = ["k", "loss", "against own k", *domains, *(f"{name}: change" for name in domains)]
-    note = f"Loss in nats a text token. Differences are paired block by block, corrected for their number. {INTERVAL}"
-    return {"title": "Loss at every k", "grid": Grid(header, rows), "note": note}
+    found = audit.get("quality") or ()
+    rows = [
+        [_k(row, audit), spread({"mean": row["loss"], "half": row.get("half")}),
+         *(spread(row.get("domains", {}).get(name)) for name in domains)]
+        for row in found
+    ]  # fmt: skip
+    note = "Nats a text token. ± is half of the 95 % interval over rows of text."
+    return {"title": "Loss at every k", "grid": Grid(["k", "all text" if domains else "loss", *domains], rows),
+            "note": note}  # fmt: skip
 
 
-def _routing(layers: Found, audit: Found) -> dict[str, Any]:
+def _change(audit: Found) -> dict[str, Any]:
+    domains = list(audit.get("domains") or {})
+    domains = domains if len(domains) > 1 else []
+    rows = [
+        [_k(row, audit), spread(row.get("difference"), sign=True),
+         *(spread((row.get("domains", {}).get(name) or {}).get("difference"), sign=True) for name in domains)]
+        for row in audit.get("quality") or () if row["top_k"] != audit.get("top_k")
+    ]  # fmt: skip
+    note = f"Loss minus that at the model's own k. {INTERVAL} They are corrected for the number of values of k."
+    grid = Grid(["k", "all text" if domains else "change", *domains], rows)
+    return {"title": "Change of the loss with k", "grid": grid, "note": note}
+
+
+def _k(row: Found, audit: Found) -> str:
+    return f"{row['top_k'] or NONE}{' (own)' if row['top_k'] == audit.get('top_k') else ''}"
+
+
+def _routing(layers: Found) -> dict[str, Any]:
     rows = []
     for name, of in layers.items():
         load = of.get("load") or {}
         share, least = load.get("share") or [], 0.1 / max(1, of.get("num_experts") or 1)
         figures = [("entropy", "mean"), ("margin", "mean"), ("collapse", "value"), ("specialisation", "corrected")]
         rows.append(
-            [name, *_numbers(*((of.get(part) or {}).get(key) for part, key in figures)),
+            [short_layer(name), *_numbers(*((of.get(part) or {}).get(key) for part, key in figures)),
              f"{load.get('effective') or 0:.1f} of {of.get('num_experts')}", str(len(load.get("dead") or ())),
              str(sum(bool(x) and x < least for x in share)), _percent((of.get("bfloat16") or {}).get("sets"))]
         )  # fmt: skip
@@ -168,6 +144,25 @@ def _specialists(audit: Found) -> dict[str, Any]:
     )
     return {"title": "Experts of one domain", "grid": Grid(["expert", "domain", "share, %", "choices"], rows),
             "note": note}  # fmt: skip
+
+
+def _tokens(audit: Found) -> dict[str, Any]:
+    found = [one for one in audit.get("typical") or () if one["tokens"]]
+    shown = sorted(found, key=lambda one: -one["tokens"][0][2])[: 2 * MOST]
+    rows = [
+        [f"{short_layer(one['layer'])}, expert {one['expert']}",
+         ", ".join(f"{json.dumps(text, ensure_ascii=False)} {lift:.1f}" for text, _, lift in one["tokens"])]
+        for one in sorted(shown, key=lambda one: found.index(one))
+    ]  # fmt: skip
+    note = (
+        f"Of the {len(found)} experts with such tokens, the {len(rows)} most particular ones; all are in audit.json. "
+        "Of an expert's twenty most frequent tokens, those that it takes the most times as often as it takes any token."
+    )
+    return {
+        "title": "What experts read",
+        "grid": Grid(["expert", "tokens, and how many times as often"], rows),
+        "note": note,
+    }
 
 
 def _coverage(audit: Found) -> dict[str, Any]:
@@ -220,8 +215,7 @@ def _pair(one: Found) -> str:
 def _answers(audit: Found) -> dict[str, Any]:
     found = audit.get("answers") or []
     rows = [
-        [f"{one['top_k'] or NONE}{' (own)' if one['top_k'] == audit.get('top_k') else ''}",
-         spread(one["reached"], 1, scale=100), spread(one.get("gained"), 1, sign=True, scale=100),
+        [_k(one, audit), spread(one["reached"], 1, scale=100), spread(one.get("gained"), 1, sign=True, scale=100),
          spread(one["tokens"], 1), spread(one.get("times"), 2)]
         for one in found
     ]  # fmt: skip
@@ -268,7 +262,7 @@ def _serving(audit: Found) -> dict[str, Any]:
     found = (audit.get("serving") or {}).get("rows") or []
     machines = list(found[0]["seconds"]) if found else []
     rows = [
-        [f"{one['top_k']}", str(one["batch"]), f"{one['distinct']:.1f}", f"{one['flops'] / 1e9:.3g}",
+        [f"{one['top_k']}", str(one["batch"]), f"{one['distinct']:.1f}", f"{one['flops'] / 1e6:.4g}",
          _bytes(one["bytes"]), *(f"{1e6 * one['seconds'].get(name, 0.0):.3g}" for name in machines)]
         for one in found
     ]  # fmt: skip
@@ -278,26 +272,31 @@ def _serving(audit: Found) -> dict[str, Any]:
         "larger of bytes over bandwidth and operations over peak; attention over the context and its cache are left "
         "out."
     )
-    header = ["k", "batch", "distinct", "GFLOP a token", "bytes a token", *(f"{name}, µs" for name in machines)]
+    header = ["k", "batch", "distinct", "MFLOP a token", "bytes a token", *(f"{name}, µs" for name in machines)]
     return {"title": "Cost to serve (estimate)", "grid": Grid(header, rows), "note": note}
 
 
-def _simulated(audit: Found) -> dict[str, Any]:
-    placed, cached = audit.get("placement") or {}, audit.get("cache") or {}
-    hits = cached.get("layers") or {}
-    names, policies = (list(next(iter(of.values()), {})) for of in (placed, hits))
-    rows = [
-        [short_layer(layer), *(f"{of.get(name, 0.0):.2f}" for name in names),
-         *(_percent(hits.get(layer, {}).get(policy)) for policy in policies)]
-        for layer, of in placed.items()
-    ]  # fmt: skip
+def _placement(audit: Found) -> dict[str, Any]:
+    placed = audit.get("placement") or {}
+    names = list(next(iter(placed.values()), {}))
+    rows = [[short_layer(layer), *(f"{of.get(name, 0.0):.2f}" for name in names)] for layer, of in placed.items()]
     note = (
-        "Simulated on the recorded routing. Placement over eight devices (or one for each expert): largest load over "
-        f"the mean, chosen on the first half of the tokens, judged on the second. Cache of {cached.get('size', NONE)} "
-        "experts a layer: share of the choices that find their expert there; the optimum knows the future."
+        "Simulated on the recorded routing, experts over eight devices (or one for each expert): largest load of a "
+        "device over the mean, chosen on the first half of the tokens, judged on the second."
     )
-    header = ["layer", *names, *(f"cache: {policy}" for policy in policies)]
-    return {"title": "Placement and cache", "grid": Grid(header, rows), "note": note}
+    return {"title": "Expert-parallel placement", "grid": Grid(["layer", *names], rows), "note": note}
+
+
+def _cache(audit: Found) -> dict[str, Any]:
+    cached = audit.get("cache") or {}
+    hits = cached.get("layers") or {}
+    names = list(next(iter(hits.values()), {}))
+    rows = [[short_layer(layer), *(_percent(of.get(name)) for name in names)] for layer, of in hits.items()]
+    note = (
+        f"Simulated on the recorded routing, {cached.get('size', NONE)} experts a layer in fast memory: share of the "
+        "choices that find their expert there. The optimum knows the future."
+    )
+    return {"title": "Cache of hot experts", "grid": Grid(["layer", *names], rows), "note": note}
 
 
 def _numbers(*values: Any) -> list[str]:

@@ -12,7 +12,7 @@ from pointsman._files import write_whole
 from pointsman._grid import NONE, Grid
 from pointsman_lab.registry import entries
 from pointsman_lab.report import protocol, series
-from pointsman_lab.report.audits import audit_parts
+from pointsman_lab.report.audits import audit_parts, load_maps
 from pointsman_lab.report.forms import Forms, asset, embed, fill
 from pointsman_lab.report.inside import diagnosis_grid, inside
 from pointsman_lab.report.tables import ComparisonTable
@@ -122,6 +122,7 @@ def chart_data(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]
         "metric": {"label": metric.label, "decimals": metric.decimals, "lower": metric.lower_is_better},
         "baseline": table.baseline,
         "quality": series.quality(table),
+        "audits": load_maps(comparison),
         "differences": series.differences(table),
         "loss": series.loss(comparison, bits=metric.name.startswith("bits")),
         "validation": series.validation(comparison, metric.scale),

@@ -19,7 +19,7 @@ from pointsman._values import check_whole
 from pointsman.control import set_top_k
 from pointsman.diagnostics import Diagnostics
 from pointsman.diagnostics.observe import evaluating
-from pointsman.hf.audit.blocks import mapped
+from pointsman.hf.audit.blocks import PARTS, mapped
 from pointsman.hf.audit.result import INTERVALS, plus_minus
 from pointsman.hf.audit.run import finite
 from pointsman.hf.audit.serving import MACHINES, serving
@@ -153,7 +153,7 @@ def compress(
     tell = note or (lambda _: None)
     batches, domain_of = _read(tokenizer, texts, length, batch_size, max_tokens)
     calibrate, held_out = halves(batches)
-    names = domain_of[1::2]
+    names = [name for name in domain_of[1::2] for _ in range(PARTS)]
     with evaluating(model):
         tell(f"calibrates on {sum(int(one.mask.sum()) for one in calibrate):,} tokens")
         align = method == "m-smoe"

@@ -215,7 +215,11 @@ def _layer_orders(a: RoutingTrace, b: RoutingTrace) -> Iterator[Undone]:
         return
     for by in range(1, len(names)):
         turned = dict(zip(names, names[by:] + names[:by], strict=True))
-        yield f"layers misaligned by {by}", a, _with_layers(a, b, turned)
+        yield (
+            f"layers misaligned by {by if 2 * by <= len(names) else by - len(names):+d}",
+            a,
+            _with_layers(a, b, turned),
+        )
     matched = _matched_layers(a, b)
     if matched is not None:
         yield "layers in another order", a, _with_layers(a, b, matched)

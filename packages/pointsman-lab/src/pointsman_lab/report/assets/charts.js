@@ -146,9 +146,9 @@ function lineChart(root, spec) {
     const fx = spec.xLog2 ? Math.log2 : (v) => v, fy = log ? Math.log10 : (v) => v;
     let low = Math.min(...ys), high = Math.max(...ys);
     if (spec.zero) { low = Math.min(0, low); high = Math.max(0, high); }
-    if (spec.calm) {  // differences within the bars, or of a few per mille, do not fill the height
+    if (spec.calm) {  // differences within the bars, or below this share of the values, do not fill the height
       const bars = shown.flatMap((s) => s.points.map((p) => (p.high ?? p.y) - (p.low ?? p.y)));
-      const lack = Math.max(3 * Math.max(...bars), .02 * Math.abs(high + low) / 2) - (high - low);
+      const lack = Math.max(3 * Math.max(...bars), spec.calm * Math.abs(high + low) / 2) - (high - low);
       if (lack > 0) { low -= lack / 2; high += lack / 2; if (positive && low <= 0) low = Math.min(...ys) * .9; }
     }
     if (low === high) { low -= Math.abs(low) * .05 || .5; high += Math.abs(high) * .05 || .5; }

@@ -1,6 +1,7 @@
 "use strict";
 /* Heat maps and scatter plots on canvas. Cividis-like ramp: readable without colour vision, monotone in lightness. */
 const RAMP = [[0, 32, 77], [0, 51, 111], [57, 72, 107], [87, 93, 109], [112, 113, 115], [138, 134, 120], [166, 157, 117], [196, 181, 108], [228, 207, 91], [255, 234, 70]];
+const NO_TOKEN = [200, 30, 60];
 const EXPERT_MARKERS = [0, 1, 2, 3];
 
 function ramp(t) {
@@ -22,7 +23,7 @@ function cssColour(name) { return getComputedStyle(document.documentElement).get
 function heatMap({ rows, columns, value, tip: describe, label, height }) {
   const canvas = element("canvas", { class: "heat", width: columns, height: rows, tabindex: "0", role: "img", "aria-label": `${label}. Arrow keys move through the cells.`, style: `height:${height}px` });
   const context = canvas.getContext("2d"), image = context.createImageData(columns, rows);
-  for (let r = 0; r < rows; r++) for (let c = 0; c < columns; c++) image.data.set([...ramp(value(r, c)), 255], 4 * (r * columns + c));
+  for (let r = 0; r < rows; r++) for (let c = 0; c < columns; c++) image.data.set([...(value(r, c) === null ? NO_TOKEN : ramp(value(r, c))), 255], 4 * (r * columns + c));
   context.putImageData(image, 0, 0);
   let at = null;
   function show(r, c, x, y, tied = null) {
@@ -65,6 +66,26 @@ function drawLoads() {
   if (all.length > 1) root.querySelector(".controls").append(menu("router", all.map((e) => [e.router, `${e.router} (seed ${e.seed})`]), all[0].router, draw));
   root.append(holder, rampKey(["no token", "three times an even share, or more"]));
   draw(all[0].router);
+}
+
+/* The load of every expert of an audited model, of all its text or of a domain: {audit: {layers, of: {domain: shares}}}. */
+function drawAuditLoads() {
+  const root = figure("audit-loads"), audits = Object.entries(DATA.audits);
+  if (!root) return;
+  const holder = element("div", { class: "heats" }), domains = [...new Set(audits.flatMap(([, audit]) => Object.keys(audit.of)))];
+  function draw(domain) {
+    holder.replaceChildren(...audits.filter(([, audit]) => audit.of[domain]).map(([name, { layers, of }]) => {
+      const shares = of[domain], columns = Math.max(...shares.map((row) => row.length)), rows = shares.length;
+      const map = heatMap({ rows, columns, label: `Load of every expert of ${name}`, height: Math.max(80, Math.min(480, 18 * rows)),
+        value: (r, c) => c >= shares[r].length ? .5 : shares[r][c] ? shares[r][c] * shares[r].length / 3 : null,
+        tip: (r, c) => c >= shares[r].length ? `${layers[r]} has ${shares[r].length} experts` : `${layers[r]}, expert ${c}: ${(100 * (shares[r][c] ?? 0)).toFixed(1)} % of the choices (${((shares[r][c] ?? 0) * shares[r].length).toFixed(2)} of an even share)` });
+      return element("div", {}, ...(audits.length > 1 ? [element("h4", {}, name)] : []), element("div", { class: "axis" }, element("span", {}, `${layers[0]}, expert 0`), element("span", {}, `expert ${columns - 1}`)), map,
+        element("div", { class: "axis" }, element("span", {}, layers[rows - 1])));
+    }));
+  }
+  if (domains.length > 1) root.querySelector(".controls").append((domains.length > 8 ? menu : choice)("text", domains.map((name) => [name, name]), "all", draw));
+  root.append(holder, rampKey(["little", "three times an even share, or more"]));
+  draw("all");
 }
 
 /* A scatter of mapped tokens, coloured by expert. Experts repeat the colours with another shape. */

@@ -16,7 +16,7 @@ function drawQuality() {
   const root = figure("quality");
   if (!root) return;
   const ys = DATA.quality.flatMap((s) => s.points.map((p) => p.y)).filter((y) => y > 0);
-  lineChart(root, { series: DATA.quality.map((s) => ({ ...s, style: styleOf.get(s.name) })), xLabel: "experts per token, k", xLog2: true, calm: true,
+  lineChart(root, { series: DATA.quality.map((s) => ({ ...s, style: styleOf.get(s.name) })), xLabel: "experts per token, k", xLog2: true, calm: .02,
     yLabel: DATA.metric.label, yLog: ys.length > 0 && Math.max(...ys) / Math.min(...ys) > 3, label: `${DATA.metric.label} against k`,
     format: (p) => withSpread(p), xName: (x) => `k = ${x}` });
 }
@@ -78,7 +78,7 @@ function drawByLayer(id, data, yLabel, label) {
   const root = figure(id);
   if (!root) return;
   lineChart(root, { series: data.map((s) => ({ name: s.name, style: styleOf.get(s.name), points: s.points.map(([x, y, low, high]) => ({ x, y, low, high })) })), xLabel: "layer", xNames: DATA.inside.layers,
-    yLabel, label, format: (p) => fixed(p.y, 3), xName: (x) => DATA.inside.layers[x] });
+    yLabel, label, calm: .2, format: (p) => fixed(p.y, 3), xName: (x) => DATA.inside.layers[x] });
 }
 
 function theme() {
@@ -99,6 +99,7 @@ function theme() {
 
 theme();
 for (const place of document.querySelectorAll("[data-key]")) place.replaceWith(key(Number(place.dataset.key)));
+drawAuditLoads();
 drawQuality();
 drawDifferences();
 drawLoss();

@@ -19,7 +19,8 @@ from pointsman.traces.placement import cache, place
 
 TIMES = (1, 16, 128)
 """Numbers of choices that an expert should get from a text for calibration."""
-LEAST_TOGETHER = 10  # tokens of a pair of experts that is named
+LEAST_TOGETHER = 10  # tokens of a pair of experts, or choices of a token, that are named
+TYPICAL = 8
 DEVICES = 8
 
 
@@ -69,6 +70,28 @@ def analysed(
     if experts > 2 and trace.tokens > 1:
         found["placement"] = place(trace, min(DEVICES, experts), spare=min(DEVICES, experts), batch=256)
         found["cache"] = {"size": max(1, experts // 4), "layers": cache(trace, max(1, experts // 4))}
+    return found
+
+
+def typical(layers: Mapping[str, Mapping[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
+    """The tokens that an expert takes more than others do: of its most frequent ones, those with the largest lift.
+
+    {"layer", "expert", "tokens": [[text, how often the expert took it, lift]]}, `TYPICAL` tokens at most; lift: the
+    share of the token's choices that are this expert's, over the expert's share of all choices.
+    """
+    found = []
+    for layer, of in layers.items():
+        load = of["load"]["share"]
+        for expert, top in enumerate((of.get("specialisation") or {}).get("top") or ()):
+            lifts = [
+                [share / load[expert], one, count]
+                for one, count, share in top
+                if count >= LEAST_TOGETHER and share > load[expert]
+            ]
+            best = [
+                [tokenizer.decode([one]), count, lift] for lift, one, count in sorted(lifts, reverse=True)[:TYPICAL]
+            ]
+            found.append({"layer": layer, "expert": expert, "tokens": best})
     return found
 
 

@@ -1,6 +1,7 @@
 """What an audit sums by block of text: losses at every k and loads, by domain; divergence, specialists, coverage.
 
-A block is a row of tokens that the model reads on its own. The same blocks at every k pair their differences.
+A block is a row of tokens that the model reads on its own. The same blocks at every k pair their differences, which are
+taken over quarters of rows: within a row they hardly depend on one another, as the losses themselves do.
 """
 
 from __future__ import annotations
@@ -15,37 +16,43 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman.hf.text import PADDING, TEXT, TextBatch
-from pointsman.intervals import half_width, ratio
+from pointsman.intervals import LEAST_BLOCKS, half_width, ratio
 
 MOST = 512
 """Blocks that are kept; of more, each two neighbours of a domain become one."""
 SERVES = 0.75
 """An expert serves one domain if at least this share of its choices is there, at equal numbers of tokens."""
+PARTS = 4
+"""Parts of a row, of equal numbers of positions."""
 
 
 Key = int | str | None
 """k; "against" for another checkpoint."""
+Parts = Sequence[tuple[float, int]]
+"""Of every part of a row: its loss (nats, summed) and its number of predicted text tokens."""
 
 
 @dataclass
 class Block:
-    """Sums over some text of one domain: its text tokens, those whose loss is known, nats by k, choices by layer."""
+    """Sums over some text of one domain: its text tokens, losses of its parts by k, choices by layer."""
 
     domain: str
     read: int = 0
-    tokens: int = 0
-    nats: dict[Key, float] = field(default_factory=dict)
+    losses: dict[Key, Parts] = field(default_factory=dict)
     counts: dict[str, Tensor] = field(default_factory=dict)
 
     def joined(self, other: Block) -> Block:
-        nats = {k: value + other.nats.get(k, 0.0) for k, value in self.nats.items()}
+        losses: dict[Key, Parts] = {
+            k: [(a + c, b + d) for (a, b), (c, d) in zip(parts, other.losses.get(k, ((0.0, 0),) * PARTS), strict=True)]
+            for k, parts in self.losses.items()
+        }
         counts = {layer: value + other.counts[layer] for layer, value in self.counts.items() if layer in other.counts}
-        return Block(self.domain, self.read + other.read, self.tokens + other.tokens, nats, counts)
+        return Block(self.domain, self.read + other.read, losses, counts)
 
 
 @torch.no_grad()
-def row_losses(model: nn.Module, batch: TextBatch) -> list[tuple[float, int]] | None:
-    """Each row's loss (nats, summed) and number of predicted text tokens; None without logits [B, T, vocabulary]."""
+def row_losses(model: nn.Module, batch: TextBatch) -> list[Parts] | None:
+    """The losses of each row's parts; None without logits [B, T, vocabulary]."""
     device = next(model.parameters()).device
     ids = batch.ids.to(device)
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": batch.mask.long().to(device)}
@@ -58,13 +65,16 @@ def row_losses(model: nn.Module, batch: TextBatch) -> list[tuple[float, int]] | 
     if logits is None or logits.dim() != 3 or logits.shape[:2] != ids.shape:
         return None
     counted = (batch.kinds[:, 1:] == TEXT) & (batch.kinds[:, :-1] != PADDING)
-    found = []
+    known = logits.shape[-1] > int(ids.max())
+    found: list[Parts] = []
     for row in range(ids.shape[0]):
-        chosen = counted[row].to(device)
-        scores = logits[row, :-1][chosen].float()
-        known = len(scores) and scores.shape[-1] > int(ids[row].max())
-        nats = float(F.cross_entropy(scores, ids[row, 1:][chosen], reduction="sum")) if known else 0.0
-        found.append((nats, len(scores) if known else 0))
+        parts = []
+        for places in torch.arange(ids.shape[1] - 1).tensor_split(PARTS):
+            chosen = places[counted[row, places]].to(device)
+            scores = logits[row, chosen].float()
+            nats = float(F.cross_entropy(scores, ids[row, chosen + 1], reduction="sum")) if known else 0.0
+            parts.append((nats, len(scores) if known else 0))
+        found.append(parts)
     return found
 
 
@@ -87,9 +97,9 @@ class Blocks:
         pairs = [blocks[place : place + 2] for blocks in of.values() for place in range(0, len(blocks), 2)]
         return [pair[0].joined(pair[1]) if len(pair) > 1 else pair[0] for pair in pairs]
 
-    def add_losses(self, k: Key, rows: Sequence[tuple[float, int]] | None) -> None:
-        for block, (nats, tokens) in zip(self.all[self.first :], rows or (), strict=rows is not None):
-            block.nats[k], block.tokens = nats, tokens
+    def add_losses(self, k: Key, rows: Sequence[Parts] | None) -> None:
+        for block, parts in zip(self.all[self.first :], rows or (), strict=rows is not None):
+            block.losses[k] = parts
 
     def add_choices(self, layer: str, experts: Tensor, text: Tensor, num_experts: int) -> None:
         """experts [B*T, k] of the batch; text [B*T] bool, the tokens that count."""
@@ -108,15 +118,20 @@ class Blocks:
         return [block for block in self.all if domain in (None, block.domain)]
 
     def loss(self, k: Key, domain: str | None = None) -> dict[str, Any]:
-        """The loss a token at this k as `ratio` gives it."""
-        blocks = [block for block in self.of(domain) if k in block.nats]
-        return ratio([block.nats[k] for block in blocks], [block.tokens for block in blocks])
+        """The loss a token at this k as `ratio` gives it; over parts of rows where there are too few rows."""
+        rows = [block.losses[k] for block in self.of(domain) if k in block.losses]
+        if len(rows) >= LEAST_BLOCKS:
+            rows = [[(sum(nats for nats, _ in parts), sum(tokens for _, tokens in parts))] for parts in rows]
+        return _ratio([part for parts in rows for part in parts])
+
+    def tokens(self, k: Key) -> int:
+        return sum(count for block in self.all for _, count in block.losses.get(k, ()))
 
     def difference(self, k: Key, own: Key, comparisons: int, domain: str | None = None) -> dict[str, Any] | None:
-        """The loss at k minus that at the model's own k, block by block."""
-        blocks = [block for block in self.of(domain) if k in block.nats and own in block.nats]
-        tops = [block.nats[k] - block.nats[own] for block in blocks]
-        return None if k == own else ratio(tops, [block.tokens for block in blocks], comparisons)
+        """The loss at k minus that at the model's own k, part by part."""
+        pairs = [(block.losses[k], block.losses[own]) for block in self.of(domain) if {k, own} <= block.losses.keys()]
+        parts = [(one - other, count) for a, b in pairs for (one, count), (other, _) in zip(a, b, strict=True)]
+        return None if k == own else _ratio(parts, comparisons)
 
     def counts(self, layer: str, domain: str | None = None) -> Tensor:
         """[blocks, E] of the blocks that have this layer."""
@@ -169,6 +184,10 @@ class Blocks:
                 one |= {"blocks": len(chosen), "at_least": int(needed.max()), "tokens": int(read[chosen].sum())}
             found.append(one)
         return found
+
+
+def _ratio(parts: Parts, comparisons: int = 1) -> dict[str, Any]:
+    return ratio([nats for nats, _ in parts], [tokens for _, tokens in parts], comparisons)
 
 
 def _js(one: Tensor, two: Tensor) -> Tensor:

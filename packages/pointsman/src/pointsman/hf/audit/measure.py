@@ -11,7 +11,7 @@ from torch import nn
 
 from pointsman._values import check_whole
 from pointsman.diagnostics.observe import evaluating
-from pointsman.hf.audit.analyses import analysed
+from pointsman.hf.audit.analyses import analysed, typical
 from pointsman.hf.audit.answers import ANSWER_TOKENS, Prompt, answers
 from pointsman.hf.audit.blocks import mapped
 from pointsman.hf.audit.plan import routers_of, small_diagnostics, values_of_k
@@ -57,7 +57,7 @@ def audit(
         max_tokens: the largest number of tokens to read (None: all); each domain gets the same share.
         length: tokens per row.
         batch_size: rows per forward.
-        sample_tokens: the number of tokens kept for the report's explorer.
+        sample_tokens: the number of tokens kept for the report's explorer, as many of each domain.
         probe_tokens: the number of tokens on which experts are removed and k is set by layer (0: not at all); half of
             them searches, the other half verifies. It takes a forward of these for each layer and k, and eight more.
         task: (prompt, answer) pairs, a prompt a text or messages: how many tokens greedy generation spends at every k
@@ -84,12 +84,12 @@ def audit(
     run = AuditRun(model, listener, small_diagnostics(model, listener, notes), ks, own, other)
     parts = mapped(texts)
     share = None if max_tokens is None else max(1, max_tokens // max(1, len(parts)))
-    sample = Sample(tokenizer, sample_tokens)
+    sample = Sample(tokenizer)
     probes: list[TextBatch] = []
     read = 0
     with evaluating(model), evaluating(against or model):
         for domain, of_domain in parts.items():
-            kept = 0
+            kept, sample.left = 0, sample_tokens // len(parts)
             for batch in text_batches(tokenizer, of_domain, length=length, batch_size=batch_size, max_tokens=share):
                 run.update(batch, sample, domain)
                 if kept < probe_tokens // len(parts):
@@ -112,7 +112,8 @@ def audit(
     }
     result = run.result(protocol, notes, sample, routers_of(model))
     with evaluating(model):
-        found = analysed(model, run.blocks, run.trace(), probes, result.quality, TOLERANCE, notes)
+        found = {"typical": typical(result.layers, tokenizer)}
+        found |= analysed(model, run.blocks, run.trace(), probes, result.quality, TOLERANCE, notes)
         asked = [row["top_k"] for row in result.quality]
         prompts = [Prompt(*one) for one in task]
         found["answers"] = answers(model, tokenizer, prompts, asked, own, answer_tokens) if prompts else []

@@ -20,16 +20,20 @@ HOT = 3.0
 TOLERANCE = 0.01
 """The cheapest k is the smallest k whose loss exceeds that at the model's own k by at most this share."""
 INTERVALS = (
-    "± is half of the 95 % interval over blocks of text; differences are paired block by block and corrected for their "
-    "number. A difference within its interval is none."
+    "± is half of the 95 % interval: of a loss over rows of text, of a difference over paired quarters of rows, "
+    "corrected for their number. A difference within its interval is none."
 )
-COLUMNS = (
-    "Entropy (nats) of the gate's distribution; margin: score of the last chosen expert minus that of the next; "
-    "in use: exp of the load's entropy; hot: over three times an even share; separation: spread of the gate's inputs "
-    "within an expert's tokens over that between experts, larger is less collapsed; identity: nats that the token says "
-    "of its expert; bf16: share of tokens with other experts where the gate computes in bf16; moved: with another "
-    "first expert than in the other checkpoint."
-)
+COLUMNS = {
+    "entropy": "of the gate's distribution, nats",
+    "margin": "score of the last chosen expert minus that of the next",
+    "in use": "exp of the load's entropy",
+    "hot": "over three times an even share",
+    "separation": "spread of the gate's inputs within an expert's tokens over that between experts, larger is less "
+    "collapsed",
+    "identity": "nats that the token says of its expert",
+    "bf16": "share of tokens with other experts where the gate computes in bf16",
+    "moved": "with another first expert than in the other checkpoint",
+}
 LARGEST = 700.0  # nats; exp of a larger loss overflows a float
 
 
@@ -52,10 +56,10 @@ class AuditResult:
             "router": the spec of the router with the same choice and weights, None if there is none here; "without":
             then why;
             "shared_experts": the width of shared experts, in widths of one expert.
-        analyses: "domains" (tokens of each), "divergence" (of loads between domains, bits), "specialists" (experts that
-            serve one domain), "coverage", "super_experts", "across" (co-activation with the next layer), "schedules" (k
-            by layer), "serving" (costs by k), "answers" (tokens to an answer by k), "placement" and "cache"
-            (`pointsman.traces.placement`).
+        analyses: "domains" (tokens of each), "typical" (tokens that an expert takes more than others do), "divergence"
+            (of loads between domains, bits), "specialists" (experts that serve one domain), "coverage",
+            "super_experts", "across" (co-activation with the next layer), "schedules" (k by layer), "serving" (costs by
+            k), "answers" (tokens to an answer by k), "placement" and "cache" (`pointsman.traces.placement`).
         against: {"loss", "half", "difference"} of the other checkpoint.
         protocol: the settings of the measurement.
         notes: what could not be measured, and why.
@@ -122,8 +126,9 @@ class AuditResult:
             )
         elif len(self.quality) > 1 and self._loss() is not None:
             said.append("No other k has a lower loss beyond its interval.")
-        for one in self.analyses.get("schedules", ()):
-            if one["kind"] in ("greedy", "exact") and one["kept"] and self.top_k and one["mean_k"] < self.top_k:
+        tried = {one["kind"]: one for one in self.analyses.get("schedules", ())}
+        for one in [tried[kind] for kind in ("exact", "greedy") if kind in tried][:1]:
+            if one["kept"] and self.top_k and one["mean_k"] < self.top_k:
                 said.append(
                     f"With k by layer, of mean {one['mean_k']:.3g}, the loss changes by {one['share']:+.2%} ± "
                     f"{one['share_half']:.2%} on held-out text ({one['kind']})."
@@ -135,13 +140,16 @@ class AuditResult:
                     f"k = {one['top_k']} spends {times['mean']:.2f} ± {times['half']:.2f} times the tokens of k = "
                     f"{self.top_k} on the task; it reaches {one['reached']['mean']:.1%} of the answers."
                 )
-        hot = "have over three times the load of uniform routing"
+        hot = "got over three times the load of uniform routing"
         for what, found in (("got no text token", self.dead()), (hot, self.hot())):
             if found:
                 count = sum(len(experts) for experts in found.values())
                 layer, experts = next(iter(found.items()))
                 shown = ", ".join(map(str, experts[:5])) + (", …" if len(experts) > 5 else "")
-                said.append(f"{count} experts in {len(found)} layers {what} (in {layer}: {shown}).")
+                several = (
+                    f"{count} expert{'' if count == 1 else 's'} in {len(found)} layer{'' if len(found) == 1 else 's'}"
+                )
+                said.append(f"{several} {what} (in {layer}: {shown}).")
         changed = {name: layer["bfloat16"]["sets"] or 0 for name, layer in self.layers.items() if "bfloat16" in layer}
         if changed and changed[worst := max(changed, key=changed.__getitem__)]:
             said.append(f"In bf16 up to {changed[worst]:.2%} of the tokens choose other experts ({worst}).")
@@ -207,7 +215,9 @@ class AuditResult:
                 _shown(layer.get("fluctuation", {}).get("top1"), 4),
             ]
             rows.append(cells)
-        lines += [Grid(columns.split(", "), rows, code=False).without_empty_columns().markdown(), "", COLUMNS]
+        grid = Grid(columns.split(", "), rows, code=False).without_empty_columns()
+        told = "; ".join(f"{name}: {COLUMNS[name]}" for name in grid.header if name in COLUMNS)
+        lines += [grid.markdown(), "", f"{told[:1].upper()}{told[1:]}."]
         lines += ["", *(f"- {note}" for note in self.notes)] if self.notes else []
         return wrapped("\n".join(lines), 80) + "\n"
 

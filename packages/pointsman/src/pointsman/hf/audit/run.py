@@ -208,7 +208,7 @@ class AuditRun:
         measured = sorted(set(self.ks) - self.failed.keys(), key=lambda value: value or 0)
         for k in measured:
             found_loss = self.blocks.loss(k)
-            loss, count = found_loss["mean"], sum(block.tokens for block in self.blocks.all if k in block.nats)
+            loss, count = found_loss["mean"], self.blocks.tokens(k)
             routers = {
                 layer: {
                     "entropy": of["entropy"]["mean"],

@@ -1,4 +1,4 @@
-"""The first tokens of an audit's text, for the report's explorer: their routing at every k, and a map of them."""
+"""Some tokens of an audit's text, for the report's explorer: their routing at every k, and a map of them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ POINTS = 200
 
 
 class Sample:
-    """The first real tokens of the texts, and their routing at every k."""
+    """The first real tokens of each domain, `left` of the one that is read now, and their routing at every k."""
 
-    def __init__(self, tokenizer: Any, tokens: int) -> None:
-        self.tokenizer, self.left = tokenizer, tokens
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.left = tokenizer, 0
         self.tokens: list[str] = []
         self.routings: dict[int, dict[str, list[Routing]]] = {}
         self.hidden: dict[str, list[Tensor]] = {}
@@ -36,14 +36,13 @@ class Sample:
         return torch.zeros(batch.ids.numel(), dtype=torch.bool).index_fill_(0, places, True)
 
     def add(self, own: bool, layer: str, routing: Routing, hidden: Tensor, kept: Tensor) -> None:
-        """Keeps the routing of the tokens `kept`; at the model's own k also the gate's input for the first ones."""
+        """Keeps the routing of the tokens `kept`; at the model's own k also the gate's input."""
         kept = kept.to(hidden.device)
         k = routing.experts.shape[-1]
         of_layer = self.routings.setdefault(k, {}).setdefault(layer, [])
         of_layer.append(map_routing(routing, lambda tensor: tensor[kept].cpu()))
         if own:
-            count = sum(len(rows) for rows in self.hidden.get(layer, []))
-            self.hidden.setdefault(layer, []).append(hidden[kept][: POINTS - count].half().cpu())
+            self.hidden.setdefault(layer, []).append(hidden[kept].half().cpu())
 
 
 def explorer(
@@ -66,14 +65,13 @@ def explorer(
 
 
 def _map(sample: Sample, top_k: int | None) -> dict[str, Any]:
-    """2-D positions, from 0 to 1000, of the gates' inputs for the first tokens (PCA)."""
+    """2-D positions, from 0 to 1000, of the gates' inputs for `POINTS` of the tokens (PCA)."""
     layers = {}
-    count = 0
+    places = range(0, len(sample.tokens), -(-len(sample.tokens) // POINTS))
     for layer, parts in sample.hidden.items():
-        hidden = torch.cat(parts)[:POINTS].double().nan_to_num(0, 0, 0)
+        hidden = torch.cat(parts)[places.start :: places.step].double().nan_to_num(0, 0, 0)
         hidden = hidden - hidden.mean(0)
         flat = hidden @ torch.linalg.svd(hidden, full_matrices=False).Vh[:2].t()
         low, span = flat.min(0).values, float((flat.max(0).values - flat.min(0).values).max()) or 1.0
         layers[layer] = [[round(1000 * value) for value in column] for column in ((flat - low) / span).t().tolist()]
-        count = len(hidden)
-    return {"top_k": top_k, "method": "pca", "indices": list(range(count)), "layers": layers}
+    return {"top_k": top_k, "method": "pca", "indices": list(places), "layers": layers}

@@ -27,6 +27,7 @@ EXACT = 128
 """Schedules that are all tried; above, k is lowered step by step."""
 
 Rows = Sequence[tuple[float, int]]
+"""(nats, tokens) of the parts of all rows."""
 
 
 def halves(batches: Sequence[TextBatch]) -> tuple[list[TextBatch], list[TextBatch]]:
@@ -43,8 +44,7 @@ def halves(batches: Sequence[TextBatch]) -> tuple[list[TextBatch], list[TextBatc
 
 
 def measured(model: nn.Module, batches: Sequence[TextBatch]) -> Rows:
-    """(nats, tokens) of every row."""
-    return [row for batch in batches for row in row_losses(model, batch) or ()]
+    return [part for batch in batches for row in row_losses(model, batch) or () for part in row]
 
 
 def mean_of(rows: Rows) -> float:
