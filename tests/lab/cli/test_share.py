@@ -176,3 +176,17 @@ def test_a_bomb_and_noise(capsys: pytest.CaptureFixture[str]) -> None:
         Path("bad.pointsman").write_bytes(content)
         assert main(["open", "bad.pointsman"]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_the_data_of_several_files(tmp_path: Path) -> None:
+    from hashlib import sha256
+
+    from pointsman_lab.runs.sharing import _data
+
+    for name in ("en.txt", "de.txt"):
+        (tmp_path / name).write_text(name)
+    told, places = _data(f"{tmp_path}/en.txt,wikitext-2,{tmp_path}/de.txt", {})
+    assert told["name"] == "en.txt,wikitext-2,de.txt"
+    assert told["bytes"] == 12
+    assert told["sha256"] == ", ".join(sha256(name.encode()).hexdigest() for name in ("en.txt", "de.txt"))
+    assert places == [f"{tmp_path}/en.txt", f"{tmp_path}/de.txt"]

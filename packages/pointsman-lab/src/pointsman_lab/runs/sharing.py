@@ -96,9 +96,8 @@ def share(folder: Path, out: Path, papers: str = "", cells: Mapping[str, Any] | 
                 raise RunError(f"{folder}: the routers' file {name} cannot be read: {error}") from None
             moved[name] = f"{HERE}/{SOURCES}/{known}"
     modules = [one for one in settings.get("imports") or () if isinstance(one, str) and not one.endswith(".py")]
-    data, place = _data(str(settings.get("data") or ("the exam's tasks" if cells else "")), plan or {})
-    if place:
-        moved[place] = Path(place).name
+    data, places = _data(str(settings.get("data") or ("the exam's tasks" if cells else "")), plan or {})
+    moved |= {place: Path(place).name for place in places}
     told = {
         "format": FORMAT, "version": VERSION, "kind": "exam" if cells else "run" if plan is None else "comparison",
         "name": folder.resolve().name, "comparison": _moved(plan, moved), "record": _moved(record, moved),
@@ -109,15 +108,20 @@ def share(folder: Path, out: Path, papers: str = "", cells: Mapping[str, Any] | 
     return out
 
 
-def _data(name: str, plan: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """What is known of the data, and its path where it is a file of the sender."""
+def _data(name: str, plan: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What is known of the data, and the paths of the sender's files in it; those of an audit are divided by commas."""
     path = Path(name.partition(":")[0])
+    files = [path] if path.is_file() else [one for part in name.split(",") if (one := Path(part)).is_file()]
     found: dict[str, Any] = {"name": name}
     if isinstance(plan.get("data"), str):
         found["fingerprint"] = plan["data"]
-    if not path.is_file():
-        return found, ""
-    return found | {"name": path.name, **checksum(path.resolve())}, str(path)
+    if not files:
+        return found, []
+    for one in files:
+        found["name"] = one.name if one is path else str(found["name"]).replace(str(one), one.name)
+    sums = [checksum(one.resolve()) for one in files]
+    told = {"bytes": sum(one["bytes"] for one in sums), "sha256": ", ".join(one["sha256"] for one in sums)}
+    return found | told, list(map(str, files))
 
 
 def _moved(value: Any, moved: Mapping[str, str]) -> Any:
