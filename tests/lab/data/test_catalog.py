@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from pointsman._errors import RunError
-from pointsman_lab.data.catalog import DataSpec, list_corpora, parse_data
+from pointsman_lab.data.catalog import DataSpec, parse_data
 
 
 @pytest.mark.parametrize(
@@ -46,9 +46,3 @@ def test_bad_options(text: str, message: str) -> None:
     with pytest.raises(RunError, match=message) as caught:
         parse_data(text)
     assert "\n" not in str(caught.value)
-
-
-def test_corpora_are_listed_with_a_line_each() -> None:
-    corpora = list_corpora()
-    assert list(corpora) == ["stdlib", "enwik8", "text8", "wikitext-2", "wikitext-103"]
-    assert all(corpora.values())

@@ -122,18 +122,6 @@ class Grid:
             ]
         )
 
-    def rich(self, title: str) -> Any:
-        """The table for a terminal, as a `rich.table.Table`."""
-        from rich.table import Table
-        from rich.text import Text
-
-        view = Table(title=title)
-        for column, name in enumerate(self.header):
-            view.add_column(name, justify="right" if column else "left", no_wrap=True)
-        for i, row in enumerate(self.rows):
-            view.add_row(*(Text(cell, "bold green" if (i, j) in self.best else "") for j, cell in enumerate(row)))
-        return view
-
     def _marked(self, code: str, bold: str, escape: Any) -> list[list[str]]:
         """The cells with the marks for code and for the best of a column."""
         rows = []

@@ -118,11 +118,6 @@ def data_folder() -> Path | None:
     return Path(folder) if folder else None
 
 
-def list_corpora() -> dict[str, str]:
-    """The named corpora: name -> summary."""
-    return {name: corpus.summary for name, corpus in CORPORA.items()}
-
-
 def unknown_data(name: str) -> RunError:
     """The error for a name that is neither a corpus nor a path."""
     if Path(name).suffix or "/" in name:
