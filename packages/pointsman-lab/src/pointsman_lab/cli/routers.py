@@ -124,7 +124,7 @@ def explain(name: str) -> str:
 def cost(values: argparse.Namespace, flags: Parser) -> str:
     """Parameters by component and FLOPs for every k, of a preset with one router or with all of them."""
     from pointsman.routers.frame.registry import BASELINES, build_router, list_routers
-    from pointsman_lab.models.cost import Protocol, cost_table
+    from pointsman_lab.models.cost import PAPERS, Protocol, cost_table
     from pointsman_lab.recipes import preset
     from pointsman_lab.registry import find_preset
 
@@ -134,7 +134,7 @@ def cost(values: argparse.Namespace, flags: Parser) -> str:
     config: Any = changed.with_vocabulary(vocabulary).model
     own = published.get("router", "smoe")
     others = [name for name in list_routers() if name != own]
-    protocol, title, size = None, FLOPS_TITLE, f"vocabulary {vocabulary}"
+    protocol, title, size = PAPERS, FLOPS_TITLE, f"vocabulary {vocabulary}"
     if not config.reads_tokens:
         flags.without_effect(values, ("--vocabulary",), f"with --preset {values.preset}, which reads images")
         others = [

@@ -26,26 +26,15 @@ from pointsman_lab.models.config import ModelConfig, build_model
 
 @dataclass(frozen=True)
 class ParameterTable:
-    """Numbers of parameters by component.
+    """Numbers of parameters by component; shared ones count once, all outside routers train."""
 
-    Attributes:
-        attention: of all layers, with the two biases that they share; without norms.
-        experts: of all sparse layers, shared ones included.
-        feed_forward: dense feed-forward layers.
-        norms: weights and biases of all norms.
-        embeddings: token embedding, tied with the output, and the output's bias.
-        router_trainable: what trains in routers.
-        router_fixed: what does not: hypernetworks, frozen scorers; a shared one counts once.
-        other: anything else that trains.
-    """
-
-    attention: int
-    experts: int
-    feed_forward: int
+    attention: int  # with the two biases that all layers share; without norms
+    experts: int  # shared ones included
+    feed_forward: int  # dense
     norms: int
-    embeddings: int
+    embeddings: int  # tied with the output, and the output's bias
     router_trainable: int
-    router_fixed: int
+    router_fixed: int  # hypernetworks, frozen scorers
     other: int
 
     @property
@@ -66,6 +55,9 @@ class Protocol:
     batch: int = 10
     length: int = 128
     memory: int = 896
+
+
+PAPERS = Protocol()
 
 
 @dataclass(frozen=True)
@@ -127,15 +119,14 @@ def fixed_tensors(router: Router) -> list[Tensor]:
     return [buffer for buffer in router.score.buffers() if buffer.dim() > 0]
 
 
-def inference_flops(model: nn.Module, top_k: int, protocol: Protocol | None = None) -> int:
+def inference_flops(model: nn.Module, top_k: int, protocol: Protocol = PAPERS) -> int:
     """FLOPs of one batch with k experts a token, by this module's protocol.
 
     Args:
         model: any model of `RelativeAttention`, `Attention` (whose memory is a cache), `FeedForward` and `MoE`.
         top_k: experts a token in each sparse layer; 0 counts the routers without experts.
-        protocol: what is counted; None = the paper's.
+        protocol: what is counted.
     """
-    protocol = Protocol() if protocol is None else protocol
     tokens = protocol.batch * protocol.length
     keys = protocol.length + protocol.memory
     total = 0
@@ -166,10 +157,7 @@ def inference_flops(model: nn.Module, top_k: int, protocol: Protocol | None = No
 def cost_a_token(config: ModelConfig, length: int, memory: int) -> dict[str, int]:
     """What a token costs at the k of training: {"top_k", "flops" of inference by this module's protocol, "active" and
     "total" trainable parameters, routers included}, of texts of `length` after `memory` positions."""
-    if hasattr(config, "allow_non_causal"):  # nothing is trained
-        config = replace(config, allow_non_causal=True)  # type: ignore[call-arg]
-    with torch.device("meta"):
-        model = build_model(config)
+    model = _built(config)
     k, total = config.top_k, sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     idle = sum(
         sum(parameter.numel() for parameter in module.experts.parameters()) * (config.num_experts - k)
@@ -193,30 +181,28 @@ def router_products(router: Router) -> int:
     return sum(tensor.numel() for tensor in tensors if tensor.dim() > 1)
 
 
-def cost_row(config: ModelConfig, top_k: Iterable[int], protocol: Protocol | None = None) -> CostRow:
+def cost_row(config: ModelConfig, top_k: Iterable[int], protocol: Protocol = PAPERS) -> CostRow:
     """The costs of the model that `config` describes, for each k."""
-    if hasattr(config, "allow_non_causal"):  # nothing is trained
-        config = replace(config, allow_non_causal=True)  # type: ignore[call-arg]
-    with torch.device("meta"):
-        model = build_model(config)
-    found = routers(model)
+    model = _built(config)
     ks = [config.num_experts] if has_one_k(config.router) else list(top_k)
     return CostRow(
         config.router,
         parameter_table(model),
-        max((sum(tensor.numel() for tensor in fixed_tensors(router)) for router in found), default=0),
+        max((sum(tensor.numel() for tensor in fixed_tensors(router)) for router in routers(model)), default=0),
         {k: inference_flops(model, k, protocol) for k in ks},
     )
 
 
-def cost_table(
-    config: ModelConfig,
-    specs: Sequence[str],
-    top_k: Iterable[int] | None = None,
-    protocol: Protocol | None = None,
-) -> list[CostRow]:
-    """The costs of one shape with each router; k defaults to 1, 2, 4 … up to the number of experts."""
-    if top_k is None:
-        top_k = [2**power for power in range(config.num_experts.bit_length()) if 2**power <= config.num_experts]
-    ks = list(top_k)
+def cost_table(config: ModelConfig, specs: Sequence[str], protocol: Protocol = PAPERS) -> list[CostRow]:
+    """The costs of one shape with each router, for k = 1, 2, 4 … up to the number of experts."""
+    ks = [2**power for power in range(config.num_experts.bit_length()) if 2**power <= config.num_experts]
     return [cost_row(replace(config, router=spec), ks, protocol) for spec in specs]
+
+
+def _built(config: ModelConfig) -> nn.Module:
+    """The model without weights; nothing is trained, so routers that look at later tokens are taken."""
+    if hasattr(config, "allow_non_causal"):
+        config = replace(config, allow_non_causal=True)  # type: ignore[call-arg]
+    with torch.device("meta"):
+        model: nn.Module = build_model(config)
+    return model

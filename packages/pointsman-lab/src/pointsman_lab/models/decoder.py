@@ -23,10 +23,9 @@ from pointsman.ops.linear import linear
 from pointsman_lab.models.attention import Attention
 from pointsman_lab.models.blocks import LayerContext
 from pointsman_lab.models.config import ModelConfig
-from pointsman_lab.models.cross_entropy import linear_cross_entropy
 from pointsman_lab.models.initial import initialize, seeded
 from pointsman_lab.models.memory import Memory, mask_of_keys
-from pointsman_lab.models.stack import LanguageModel
+from pointsman_lab.models.stack import LanguageModel, linear_cross_entropy
 
 
 def frequencies(head_dim: int, theta: float) -> Tensor:

@@ -18,10 +18,9 @@ from pointsman._values import check_whole
 from pointsman.ops.linear import linear
 from pointsman_lab.models.blocks import Norm, RelativeAttention, RelativeContext, RelativeLayer
 from pointsman_lab.models.config import ModelConfig
-from pointsman_lab.models.cross_entropy import linear_cross_entropy
 from pointsman_lab.models.initial import initialize, seeded
 from pointsman_lab.models.memory import Memory, mask_of_keys
-from pointsman_lab.models.stack import LanguageModel
+from pointsman_lab.models.stack import LanguageModel, linear_cross_entropy
 
 
 @dataclass(frozen=True)
