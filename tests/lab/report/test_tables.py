@@ -187,7 +187,7 @@ def test_attacks_at_other_values_of_k_stay_in_their_columns(tmp_path: Path) -> N
 
     comparison = read_comparison(write_comparison(tmp_path / "c", ("smoe",), (0,), top_k=(1, 2)))
     row = {"split": "test", "metric": "bits_per_character", "tokens": 9}
-    attack = {"kind": "char", "rate": 0.1, "seed": 0, "word": "AAA"}
+    attack = {"kind": "word", "rate": 0.1, "seed": 0, "word": "AAA"}
     results = [
         *({**row, "top_k": k, "value": float(k)} for k in (1, 2)),
         {**row, "top_k": 2, "value": 7.0, "attack": attack},

@@ -208,9 +208,10 @@ def test_the_tokens_of_an_expert_and_a_sample_of_every_domain() -> None:
     of = next(one for one in found.analyses["typical"] if one["layer"] == layer and one["tokens"])
     counts = {tokens.decode([one]): (count, share) for one, count, share in top[of["expert"]]}
     lifts = []
-    for text, count, lift in of["tokens"]:
-        assert (count, pytest.approx(lift)) == (counts[text][0], counts[text][1] / load[of["expert"]])
-        lifts.append(lift)
+    for one in of["tokens"]:
+        count, share = counts[one["text"]]
+        assert (one["count"], one["lift"]) == (count, pytest.approx(share / load[of["expert"]]))
+        lifts.append(one["lift"])
     assert lifts == sorted(lifts, reverse=True)
     assert min(lifts) > 1
     first = [" ".join(of).split()[:30] for of in two_domains().values()]

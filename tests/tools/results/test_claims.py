@@ -222,8 +222,9 @@ def test_differences_of_one_seed_have_no_interval(tmp_path: Path) -> None:
 
 def test_figures_of_a_diagnosis(folder: Path) -> None:
     layer = {
-        "collapse": {"value": 2.0}, "mixing": {"own_mean": 0.25, "effective_mean": 3.0},
-        "load": {"effective": 6.0, "cv": 1.0}, "specialisation": {"mutual_information": 0.75, "corrected": 0.5},
+        "num_experts": 8, "collapse": {"value": 2.0, "classes": 8}, "mixing": {"own_mean": 0.25, "effective_mean": 3.0},
+        "load": {"effective": 6.0, "cv": 1.0, "dead": []},
+        "specialisation": {"mutual_information": 0.75, "corrected": 0.5},
     }  # fmt: skip
     history = [
         {
@@ -237,7 +238,10 @@ def test_figures_of_a_diagnosis(folder: Path) -> None:
         }
         for value in (0.5, 0.125)
     ]
-    found = {"layers": {"a": layer, "b": {"collapse": {"value": 4.0}}}, "history": history}
+    found = {
+        "layers": {"a": layer, "b": {"num_experts": 8, "collapse": {"value": 4.0, "classes": 8}}},
+        "history": history,
+    }
     (folder / "tiny/runs/ahead/seed-1/diagnostics.json").write_text(json.dumps(found))
     comparison = read_comparison(folder / "tiny")
     figures = {name: Measure(name).of(comparison, "ahead") for name in DIAGNOSED}

@@ -98,6 +98,7 @@ SHAPES: dict[str, Any] = {
             {"layer!": str, "expert!": int, "domain!": str, "share!": float, "half!": float, "tokens!": int}
         ],
         "super_experts": [{"layer!": str, "expert!": int, "peak!": float, "mean!": MAYBE, "half!": MAYBE}],
+        "typical": [{"layer!": str, "expert!": int, "tokens!": [{"text!": str, "count!": int, "lift!": float}]}],
         "across": [{"layers!": [str], "bits!": float, "pairs!": [PAIR]}],
         "schedules": [
             {"kind!": str, "ks!": {"*": int}, "mean_k!": float, "searched!": float, "share!": float,

@@ -148,10 +148,10 @@ def _specialists(audit: Found) -> dict[str, Any]:
 
 def _tokens(audit: Found) -> dict[str, Any]:
     found = [one for one in audit.get("typical") or () if one["tokens"]]
-    shown = sorted(found, key=lambda one: -one["tokens"][0][2])[: 2 * MOST]
+    shown = sorted(found, key=lambda one: -one["tokens"][0]["lift"])[: 2 * MOST]
     rows = [
         [f"{short_layer(one['layer'])}, expert {one['expert']}",
-         ", ".join(f"{json.dumps(text, ensure_ascii=False)} {lift:.1f}" for text, _, lift in one["tokens"])]
+         ", ".join(f"{json.dumps(token['text'], ensure_ascii=False)} {token['lift']:.1f}" for token in one["tokens"])]
         for one in sorted(shown, key=lambda one: found.index(one))
     ]  # fmt: skip
     note = (

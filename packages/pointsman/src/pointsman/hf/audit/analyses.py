@@ -76,8 +76,8 @@ def analysed(
 def typical(layers: Mapping[str, Mapping[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
     """The tokens that an expert takes more than others do: of its most frequent ones, those with the largest lift.
 
-    {"layer", "expert", "tokens": [[text, how often the expert took it, lift]]}, `TYPICAL` tokens at most; lift: the
-    share of the token's choices that are this expert's, over the expert's share of all choices.
+    {"layer", "expert", "tokens": [{"text", "count", "lift"}]}, at most `TYPICAL` tokens. Count: of the expert; lift:
+    the share of the token's choices that are this expert's, over the expert's share of all choices.
     """
     found = []
     for layer, of in layers.items():
@@ -89,7 +89,8 @@ def typical(layers: Mapping[str, Mapping[str, Any]], tokenizer: Any) -> list[dic
                 if count >= LEAST_TOGETHER and share > load[expert]
             ]
             best = [
-                [tokenizer.decode([one]), count, lift] for lift, one, count in sorted(lifts, reverse=True)[:TYPICAL]
+                {"text": tokenizer.decode([one]), "count": count, "lift": lift}
+                for lift, one, count in sorted(lifts, reverse=True)[:TYPICAL]
             ]
             found.append({"layer": layer, "expert": expert, "tokens": best})
     return found
