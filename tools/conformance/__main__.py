@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import textwrap
 import warnings
 from pathlib import Path
 
@@ -87,7 +88,7 @@ def main() -> None:
             k=sizes, date=datetime.date.today().isoformat(), torch=torch.__version__.partition("+")[0],
             transformers=transformers.__version__,
         )  # fmt: skip
-        none = "\n".join(f"- {routers}: {why}." for routers, why in NONE.items())
+        none = "\n".join(textwrap.fill(f"- {one}: {why}.", 120, subsequent_indent="  ") for one, why in NONE.items())
         values.write.write_text(head + "\n".join(lines) + "\n" + TAIL + none + "\n")
 
 

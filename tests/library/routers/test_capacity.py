@@ -110,6 +110,17 @@ def test_weights_of_what_is_kept_sum_to_one_again() -> None:
         build_router("smoe:capacity=1:capacity_total=one:nulls=1", dim=8, num_experts=4)
 
 
+def test_gradients_of_tiny_scores_are_finite_where_weights_sum_to_one_after_a_drop() -> None:
+    spec = "smoe:gate=sigmoid:bias=false:capacity=0.75:capacity_total=one"
+    router = build_router(spec, dim=2, num_experts=3)
+    logits = torch.tensor([[5.0, -100.0, 4.0], [-46.0, -92.0, -99.0]])
+    router.score.weight.data.copy_(logits.T)  # type: ignore[union-attr, operator]
+    routing = router(torch.eye(2))
+    assert routing.experts.tolist() == [[0, 2], [-1, 1]]
+    (gradient,) = torch.autograd.grad(routing.weights.sum(), router.score.parameters())
+    assert torch.isfinite(gradient).all()
+
+
 def test_a_capacity_of_tokens_is_that_number_whatever_the_length() -> None:
     router = build_router("switch:capacity=2:capacity_unit=tokens", dim=8, num_experts=2).eval()
     hidden, mask = torch.ones(2, 9, 8), torch.ones(2, 9, dtype=torch.bool)

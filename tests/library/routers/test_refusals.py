@@ -33,6 +33,7 @@ RANGES = """
     top-p:tau=0 top-p:tau=1.5 top-p:dynamic=-1
     vmoe:noise=-1 vmoe:importance=-1 vmoe:load=-1
     xmoe:routing_dim=0 xmoe:tau0=0 xmoe:expert_norm=-1 xmoe:gate=softmaks xmoe-torchscale:expert_norm=0
+    xmoe:routing_dim=1 xmoe-torchscale:routing_dim=1
 """
 """Values that are not allowed. The line names the last option but where another one is the mistake."""
 OTHERS = {"loss-free:real=3:update=share:nulls=2": "real"}

@@ -25,6 +25,11 @@ def renormalized(weights: Tensor) -> Tensor:
     return weights / weights.sum(-1, keepdim=True).clamp_min(FLOOR)
 
 
+def of_chosen(probs: Tensor, experts: Tensor) -> Tensor:
+    """The probabilities [N, width] of experts [N, width] among [N, E]; 0 for -1."""
+    return probs.gather(-1, experts.clamp_min(0)).masked_fill(experts < 0, 0)
+
+
 class Product(NamedTuple):
     """Logits z = rows weight' + bias: rows [B, T, A], weight [E, A], bias [E] or None."""
 
@@ -213,8 +218,7 @@ class Selector(Stage):
         Raises:
             ValueError: weights are not a function of the experts.
         """
-        weights = scores.probs.flatten(0, 1).gather(-1, experts.clamp_min(0)).masked_fill(experts < 0, 0)
-        return Selection(experts, self.renormalized(weights))
+        return Selection(experts, self.renormalized(of_chosen(scores.probs.flatten(0, 1), experts)))
 
 
 class TopK(Selector):

@@ -23,7 +23,7 @@ from pointsman.experts.combine import Dense, Virtual, on_inputs
 from pointsman.ops.drawing import rand_like
 from pointsman.ops.selection import members
 from pointsman.routers.frame.stage_values import LossInput, Selection, Stage, Step, Tensors
-from pointsman.routers.frame.stages import FLOOR, Stages, renormalized
+from pointsman.routers.frame.stages import FLOOR, Stages, of_chosen, renormalized
 from pointsman.routing import RoutingContext
 
 ROUNDING = 1e-9  # 1.1 * 100 * 2 / 4 is 55, and a little more in floating point
@@ -94,15 +94,16 @@ class Capacity(Stage):
         order, scope, unit, rounding, multiple: the options `capacity_…` (`entries.COMMON`). By "token" what is kept
             depends on no later token, but on how many there are; "round" takes halves to the even number.
         total: what the weights of the kept assignments sum to; 0: they stay as they are.
+        divided: whether they are scores that were divided by their sum before.
     """
 
     def __init__(
         self, training: float | None, evaluation: float | None, order: str, scope: str, unit: str = "share",
-        rounding: str = "ceil", multiple: int = 1, total: float = 0.0,
+        rounding: str = "ceil", multiple: int = 1, total: float = 0.0, divided: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.factors, self.order, self.scope, self.unit = (training, evaluation), order, scope, unit
-        self.rounding, self.multiple, self.total = rounding, multiple, total
+        self.rounding, self.multiple, self.total, self.divided = rounding, multiple, total, divided
         if unit == "tokens" and not all(one is None or float(one).is_integer() for one in self.factors):
             raise ValueError("capacity_unit=tokens: capacity and eval_capacity must be whole numbers")
         causal, invariant = order == "token" and scope == "sequence", scope == "sequence"
@@ -124,7 +125,11 @@ class Capacity(Stage):
         if not given.replayed:
             kept = self(selection.experts, given.probs, given.num_experts, given.k, given.context, given.batch)
             selection = selection.without(kept < 0)
-        return replace(selection, weights=self.total * renormalized(selection.weights)) if self.total else selection
+        if not self.total:
+            return selection
+        # divided twice by the sums of small scores, gradients would overflow
+        weights = of_chosen(given.probs, selection.experts) if self.divided else selection.weights
+        return replace(selection, weights=self.total * renormalized(weights))
 
     def forward(
         self, experts: Tensor, probs: Tensor, num_experts: int, k: int, context: RoutingContext, batch: int
@@ -222,8 +227,7 @@ def all_outputs(selection: Selection, given: LossInput, *, scale: float, renorma
     gone = members(selection.experts, given.num_experts)
     others = scale * given.probs.masked_fill(gone if given.mask is None else gone | ~given.mask[:, None], 0)
     if renormalize:  # by the sum of the chosen ones, as a number
-        kept = given.probs.gather(1, given.experts.clamp_min(0)).masked_fill(given.experts < 0, 0)
-        others = others / kept.sum(-1, keepdim=True).detach().clamp_min(FLOOR)
+        others = others / of_chosen(given.probs, given.experts).sum(-1, keepdim=True).detach().clamp_min(FLOOR)
     return replace(selection, how=Dense(selection.combine.flat, others=others))
 
 
@@ -246,7 +250,8 @@ def after_the_choice(
             raise ValueError("capacity_total=one: nulls, virtual experts, are not allowed with it")
         rest = {name: options[f"capacity_{name}"] for name in ("order", "scope", "unit", "rounding", "multiple")}
         evaluation = factors[0] if factors[1] is None else factors[1]
-        limit = Capacity(factors[0], evaluation, **rest, total=scale if total else 0.0)
+        small = renormalize and "distribution" not in stages.normalize.gives
+        limit = Capacity(factors[0], evaluation, **rest, total=scale if total else 0.0, divided=small)
         found.append(limit.step)
     found += stages.steps
     if options["dense_gradient"]:

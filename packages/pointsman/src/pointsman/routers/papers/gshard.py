@@ -12,7 +12,7 @@ from pointsman.ops.drawing import own_rows, rand_like
 from pointsman.ops.selection import members, top_k
 from pointsman.routers.frame.entries import LayerSpec, register_router
 from pointsman.routers.frame.stage_values import LossInput, Scores, Selection
-from pointsman.routers.frame.stages import FLOOR, Selector, Stages
+from pointsman.routers.frame.stages import FLOOR, Selector, Stages, of_chosen
 from pointsman.routers.papers.topk import linear_scores
 from pointsman.routing import RoutingContext
 
@@ -59,7 +59,7 @@ class FirstAndSecond(Selector):
         probs, lost = scores.probs.flatten(0, 1), experts < 0
         others = probs.masked_fill(members(experts, probs.shape[1]), 0).sort(-1, descending=True).values
         dropped = torch.arange(probs.shape[1], device=probs.device) < lost.sum(-1, keepdim=True)
-        weights = probs.gather(-1, experts.clamp_min(0)).masked_fill(lost, 0)
+        weights = of_chosen(probs, experts)
         total = weights.sum(-1, keepdim=True) + (others * dropped).sum(-1, keepdim=True)
         return Selection(experts, weights / total.clamp_min(FLOOR))
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman.ops.linear import upcast
-from pointsman.routers.frame.entries import Allowed, Count, LayerSpec, Positive, register_router
+from pointsman.routers.frame.entries import Allowed, LayerSpec, Positive, register_router
 from pointsman.routers.frame.scoring import linear
 from pointsman.routers.frame.stages import Normalizer, Product, Scorer, Stages
 from pointsman.routing import RoutingContext
@@ -95,6 +95,8 @@ Width = Annotated[
     int | Literal["full"], Allowed("whole numbers from 1, or full", lambda value: value == "full" or value >= 1)
 ]
 
+FromTwo = Annotated[int, Allowed("whole numbers from 2", lambda value: value >= 2)]
+
 
 def _weight_is_the_gate_at_top_1(layer: LayerSpec) -> bool:
     return layer.top_k > 1
@@ -119,6 +121,8 @@ def xmoe(
     """
     if routing_dim is None:
         routing_dim = max(2, layer.num_experts // 2)
+    if routing_dim == 1 and normalize:
+        raise ValueError("xmoe: option routing_dim=1: allowed are whole numbers from 2: on a line cosines are signs")
     tau0 = TAU0[gate] if tau0 is None else tau0
     scorer = CosineScorer(
         layer.dim,
@@ -135,7 +139,7 @@ def xmoe(
     "xmoe-torchscale", paper="X-MoE as the library torchscale has it", balance=0.01,
     renormalize=_weight_is_the_gate_at_top_1,
 )  # fmt: skip
-def xmoe_torchscale(layer: LayerSpec, *, routing_dim: Count = 16, expert_norm: Positive = 1.5) -> Stages:
+def xmoe_torchscale(layer: LayerSpec, *, routing_dim: FromTwo = 16, expert_norm: Positive = 1.5) -> Stages:
     """X-MoE as in torchscale and its forks; nothing is dropped.
 
     Unlike the paper: the token's norm stays in the score, s_i = (W h) . e_i / |e_i|; 16 dimensions whatever the number
