@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -224,3 +225,26 @@ def test_differences_have_an_interval_on_two_rows_of_text() -> None:
     assert change["blocks"] > 4  # quarters of rows
     assert change["half"] > 0
     assert found.quality[0]["half"] > 0
+
+
+def test_experts_that_no_token_chooses_can_go_and_a_guessing_model_gets_no_advice() -> None:
+    model = spread(zoo.tiny_model("gpt_oss"))
+    with torch.no_grad():
+        for gate in find_gates(model):
+            gate.module.bias[[2, 5]] = -1e9
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = hf.audit(model, tokenizer(), texts(24), top_k=[1, 2], length=16, probe_tokens=400)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    tried = {(one["method"], one["kept"]): one for one in found.analyses["prunings"]}
+    assert list(tried) == [(method, size) for size in (7, 6, 4) for method in ("reap", "m-smoe")]
+    assert tried["reap", 6]["groups"] == {gate.layer: [[0], [1], [3], [4], [6], [7]] for gate in find_gates(model)}
+    assert tried["reap", 6]["mean"] == pytest.approx(0.0, abs=1e-6)
+    assert tried["reap", 6]["within"] is True
+    assert tried["reap", 6]["serving"]["memory"]["bfloat16"] < tried["reap", 7]["serving"]["memory"]["bfloat16"]
+    kept = min((one for one in tried.values() if one["within"]), key=lambda one: (one["kept"], one["mean"]))
+    assert any(f"With {kept['kept']} of 8 experts" in line for line in replace(found, protocol={}).findings())
+    assert any("The loss is that of guessing" in line for line in found.findings())
+    assert not any("experts a layer" in line or "k = 1" in line for line in found.findings())
+    other = hf.audit(zoo.tiny_model("jetmoe"), tokenizer(), texts(8), top_k=[2], length=16)
+    assert other.analyses["prunings"] == []
+    assert any("experts that can go left out" in note for note in other.notes)

@@ -240,9 +240,11 @@ def test_uneven_layers_under_one_budget(method: str, monkeypatch: pytest.MonkeyP
 
 def test_an_uneven_model_is_verified_beside_an_even_one_and_stays_a_model(tmp_path: Path) -> None:
     model = spread(zoo.tiny_model("deepseek_v3"))
+    model.config.output_router_logits = True  # adds up the layers' logits where a class has the loss
     with torch.no_grad():
         find_gates(model)[0].experts.down_proj[2:] *= 1e-3
     found = hf.compress(model, tokenizer(), texts(12), experts=6, uneven=True, length=16, batch_size=3, heal=1)
+    assert not found.model.config.output_router_logits
     numbers = [len(of) for of in found.kept.values()]
     assert numbers == [4, 8]  # two groups, of two experts at least
     assert found.even is not None

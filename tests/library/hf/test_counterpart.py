@@ -304,7 +304,8 @@ def test_the_settings_of_deepseek_v3() -> None:
 def test_audit_names_router_and_shared_experts() -> None:
     result = hf.audit(spread(zoo.tiny_model("deepseek_v3")), tokenizer(), texts(1), length=12)
     assert {layer["router"] for layer in result.layers.values()} == {SPECS["deepseek_v3"]}
-    assert result.findings()[0] == f"Router of 2 layers: {SPECS['deepseek_v3']}, with 1 shared expert."
+    told = f"Router of 2 layers: {SPECS['deepseek_v3']}, as this library spells it, with 1 shared expert."
+    assert result.findings()[0] == told
     gemma = hf.audit(spread(zoo.tiny_model("gemma4")), tokenizer(), texts(1))
     assert "a router without a counterpart here (Gemma4TextRouter normalises its input, and" in " ".join(
         gemma.markdown().split()

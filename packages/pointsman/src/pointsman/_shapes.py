@@ -97,6 +97,11 @@ SHAPES: dict[str, Any] = {
         "specialists": [
             {"layer!": str, "expert!": int, "domain!": str, "share!": float, "half!": float, "tokens!": int}
         ],
+        "prunings": [
+            {"method!": str, "kept!": int, "experts!": int, "groups!": {"*": [[int]]}, "dropped!": {"*": [int]},
+             "share!": float, "share_half!": MAYBE, "within!": bool | None, "random": dict | None,
+             "serving!": {"memory!": {"bfloat16!": float}, "rows!": [{"bytes!": float}]}}
+        ],
         "super_experts": [{"layer!": str, "expert!": int, "peak!": float, "mean!": MAYBE, "half!": MAYBE}],
         "typical": [{"layer!": str, "expert!": int, "tokens!": [{"text!": str, "count!": int, "lift!": float}]}],
         "across": [{"layers!": [str], "bits!": float, "pairs!": [PAIR]}],

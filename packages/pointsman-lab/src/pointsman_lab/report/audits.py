@@ -32,9 +32,9 @@ def audit_parts(comparison: Comparison) -> list[dict[str, Any]]:
 def _parts(audit: Found) -> list[dict[str, Any]]:
     layers: Found = audit.get("layers") or {}
     made = [_quality(audit), _change(audit), _routing(layers), _domains(audit), _specialists(audit), _tokens(audit)]
-    made += [_coverage(audit), _super(audit), _across(audit), _answers(audit), _schedules(audit), _memory(audit)]
-    made += [_serving(audit), _placement(audit), _cache(audit)]
-    return [part for part in made if part["grid"] and part["grid"].rows]
+    made += [_coverage(audit), _prunings(audit), _dropped(audit), _super(audit), _across(audit), _answers(audit)]
+    made += [_schedules(audit), _memory(audit), _serving(audit), _placement(audit), _cache(audit)]
+    return [{**part, "words": WORDS.get(part["title"], ())} for part in made if part["grid"] and part["grid"].rows]
 
 
 def load_maps(comparison: Comparison) -> dict[str, dict[str, Any]]:
@@ -121,7 +121,7 @@ def _domains(audit: Found) -> dict[str, Any]:
         f"expert in common. Bias and interval by leaving out each block once. Tokens: "
         f"{', '.join(f'{name} {count:,}' for name, count in (audit.get('domains') or {}).items())}."
     )
-    grid = Grid(["domains", "divergence", ""], rows) if len(names) > 1 else None
+    grid = Grid(["domains", "divergence", "verdict"], rows) if len(names) > 1 else None
     return {"title": "Domains apart", "grid": grid, "note": note}
 
 
@@ -139,8 +139,10 @@ def _specialists(audit: Found) -> dict[str, Any]:
         for one in found[:MOST]
     ]  # fmt: skip
     note = (
-        f"{len(found)} experts have at least three quarters of their choices in one domain, at equal numbers of tokens "
-        "of each, the lower end of the interval included."
+        f"All {len(found)} experts with at least three quarters of their choices in one domain, at equal numbers of "
+        "tokens of each, the lower end of the interval included."
+        if len(rows) == len(found)
+        else f"{len(rows)} of the {len(found)} experts with at least three quarters of their choices in one domain."
     )
     return {"title": "Experts of one domain", "grid": Grid(["expert", "domain", "share, %", "choices"], rows),
             "note": note}  # fmt: skip
@@ -167,8 +169,9 @@ def _tokens(audit: Found) -> dict[str, Any]:
 
 def _coverage(audit: Found) -> dict[str, Any]:
     rows = [
-        [f"{one['times']} times", f"{one['reached']:,} of {one['experts']:,}", _count(one.get("first_tokens")),
-         _count(one.get("tokens")), _count(one.get("blocks")), _count(one.get("at_least"))]
+        ["once" if one["times"] == 1 else f"{one['times']} times", f"{one['reached']:,} of {one['experts']:,}",
+         _count(one.get("first_tokens")), _count(one.get("tokens")), _count(one.get("blocks")),
+         _count(one.get("at_least"))]
         for one in audit.get("coverage") or ()
     ]  # fmt: skip
     header = ["each expert", "reached", "tokens from the start", "tokens of a subset", "its blocks", "at least"]
@@ -190,6 +193,43 @@ def _super(audit: Found) -> dict[str, Any]:
         f"number. {INTERVAL}"
     )
     return {"title": "Super experts", "grid": Grid(["without", "loss", "largest output"], rows), "note": note}
+
+
+def _prunings(audit: Found) -> dict[str, Any]:
+    rows = [
+        [f"{one['kept']} of {one['experts']}", HOW.get(one["method"], one["method"]),
+         spread({"mean": one["share"], "half": one["share_half"]}, 2, sign=True, scale=100), KEPT[one["within"]],
+         spread(one.get("random"), sign=True), _bytes(one["serving"]["memory"]["bfloat16"]),
+         " / ".join(_bytes(row["bytes"]) for row in one["serving"]["rows"])]
+        for one in audit.get("prunings") or ()
+    ]  # fmt: skip
+    note = (
+        "Change of the loss on held-out text; against random: loss minus the mean of three random prunings of the "
+        "same size, nats: below 0 where the method is worth something. Nothing is trained afterwards. Bytes a token: "
+        f"weights in bf16 at a batch of 1, 16 and 256, an estimate. Intervals are corrected for the rows. {INTERVAL} "
+        "pointsman compress makes the smaller model, by these methods and others."
+    )
+    header = ["experts a layer", "method", "loss, %", "within 1 %", "against random", "weights", "bytes a token"]
+    return {"title": "Experts that can go", "grid": Grid(header, rows), "note": note}
+
+
+def _dropped(audit: Found) -> dict[str, Any]:
+    """Which experts the smallest model within the margin leaves out, or the largest one that was tried."""
+    tried = audit.get("prunings") or ()
+    kept = [one for one in tried if one["within"]]
+    one = min(kept, key=lambda row: (row["kept"], row["share"])) if kept else tried[0] if tried else {}
+    rows = []
+    for layer, groups in (one.get("groups") or {}).items():
+        merged = ", ".join(" + ".join(map(str, group)) for group in groups if len(group) > 1)
+        rows.append([short_layer(layer), merged or ", ".join(map(str, one["dropped"].get(layer, ()))) or NONE])
+    what = (
+        "The smallest model whose loss is shown to stay within 1 %" if kept else "No model is shown to stay within 1 %"
+    )
+    note = (
+        f"{what}; this is the one that is {HOW.get(str(one.get('method')), '')} to {one.get('kept')} experts a layer."
+        + (" 3 + 5: these become one." if one.get("method") == "m-smoe" else "")
+    )
+    return {"title": "Which experts go", "grid": Grid(["layer", "experts"], rows), "note": note}
 
 
 def _across(audit: Found) -> dict[str, Any]:
@@ -229,6 +269,12 @@ def _answers(audit: Found) -> dict[str, Any]:
     return {"title": "Tokens to an answer", "grid": Grid(header, rows), "note": note}
 
 
+WORDS = {
+    "Domains apart": (2,), "Experts of one domain": (1,), "What experts read": (1,), "Experts that can go": (1, 3),
+    "Which experts go": (1,), "Experts that go together": (2,), "k by layer": (2, 5),
+}  # fmt: skip
+"""Title of a part -> its columns of words."""
+HOW = {"reap": "pruned (reap)", "m-smoe": "merged (m-smoe)"}
 KEPT = {True: "yes", False: "no", None: "not decided by this text"}
 
 

@@ -10,25 +10,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pointsman._errors import did_you_mean
 from pointsman._grid import Grid, wrapped
 from pointsman._values import check_whole
 from pointsman.control import set_top_k
-from pointsman.diagnostics import Diagnostics
 from pointsman.diagnostics.observe import evaluating
 from pointsman.hf.audit.blocks import PARTS, mapped
-from pointsman.hf.audit.result import INTERVALS, plus_minus
+from pointsman.hf.audit.prunings import loads
+from pointsman.hf.audit.result import INTERVALS, beats_random, plus_minus
 from pointsman.hf.audit.run import finite
 from pointsman.hf.audit.serving import MACHINES, serving
 from pointsman.hf.audit.trials import Rows, halves, mean_of, measured, paired
-from pointsman.hf.cutting import METHODS, Keep, cut, distil, drawn, fewest, groups_of, plan
-from pointsman.hf.experts import why_unreadable
+from pointsman.hf.cutting import METHODS, Keep, cut, distil, drawn, fewest, groups_of, plan, why_uncut
 from pointsman.hf.gates import Gate, find_gates, survey
-from pointsman.hf.listen import GateListener
-from pointsman.hf.text import TEXT, Conversation, TextBatch, text_batches
+from pointsman.hf.text import Conversation, TextBatch, text_batches
 from pointsman.hf.top_k import gate_top_k
 
 
@@ -80,16 +77,17 @@ class Compression:
         before, after = (self.serving[name]["memory"]["bfloat16"] / 2**20 for name in ("before", "after"))
         stays = sum(one["stays"] for one in self.routing.values()) / len(self.routing)
         costs = [
-            [f"{one['batch']}", *(f"{of['distinct']:.1f}" for of in (one, its)),
-             *(f"{of['bytes'] / 2**20:.4g}" for of in (one, its)),
-             *(f"{1e6 * max(of['seconds'].values()):.3g}" for of in (one, its))]
+            [f"{one['batch']}", f"{one['distinct']:.1f} to {its['distinct']:.1f}",
+             f"{one['bytes'] / 2**20:.4g} to {its['bytes'] / 2**20:.4g}",
+             " to ".join(f"{1e6 * max(of['seconds'].values()):.3g}" for of in (one, its))]
             for one, its in zip(self.serving["before"]["rows"], self.serving["after"]["rows"], strict=True)
         ]  # fmt: skip
         slowest = min(MACHINES, key=lambda name: MACHINES[name][0])
         lines = [
             f"# {self.protocol['model']}: {self.experts} of {self.before} experts a layer, {self.method}", "",
             f"Weights in bf16: {before:,.1f} to {after:,.1f} MiB. "
-            f"{stays:.1%} of the original's choices keep their expert.", "",
+            f"{stays:.1%} of the original's choices keep their expert."
+            + ("" if beats_random(self.random["difference"]) else " Random pruning to this size is no worse here."), "",
         ]  # fmt: skip
         if self.even is not None:
             numbers = ", ".join(str(len(groups)) for groups in self.kept.values())
@@ -101,9 +99,9 @@ class Compression:
             Grid(["text", "against the original", "against random pruning"], of, code=False).markdown(), "",
             f"Held-out text, {self.protocol['held_out']:,} tokens; {len(self.random['losses'])} random prunings. "
             + INTERVALS, "",
-            Grid(["batch", "distinct", "after", "MiB a token", "after", "µs", "after"], costs, code=False).markdown(),
-            "", f"Cost to serve a token (estimate): experts of a layer that a batch needs, weights read in bf16, and "
-            f"the time on {slowest} by roofline.",
+            Grid(["batch", "distinct", "MiB a token", "µs"], costs, code=False).markdown(), "",
+            "Cost to serve a token (estimate), before and after: experts of a layer that a batch needs, weights read "
+            f"in bf16, and the time on {slowest} by roofline.",
         ]  # fmt: skip
         return wrapped("\n".join(lines), 80) + "\n"
 
@@ -189,15 +187,15 @@ def compress(
             domains[name] = {
                 "difference": paired(of_rows, of_all, len(kinds)), "random": paired(of_rows, of_chance, len(kinds))
             }  # fmt: skip
-        loads = [_loads(one, held_out) for one in (model, smaller)]
+        found = [loads(one, held_out) for one in (model, smaller)]
     routing = {}
     for gate in gates:
-        share, after = (of[gate.layer]["load"] for of in loads)
+        share, after = (of[gate.layer]["load"] for of in found)
         stays = sum(share["share"][one] for group in groups[gate.layer] for one in group)
         routing[gate.layer] = {"stays": stays, "effective": after["effective"], "dead": after["dead"]}
     costs = {
         name: serving(one, find_gates(one), {own: {layer: (own, of["load"]["share"]) for layer, of in load.items()}})
-        for name, one, load in zip(("before", "after"), (model, smaller), loads, strict=True)
+        for name, one, load in zip(("before", "after"), (model, smaller), found, strict=True)
     }
     protocol = {
         "model": type(model).__name__, "length": length, "batch_size": batch_size, "max_tokens": max_tokens,
@@ -219,12 +217,8 @@ def _cuttable(model: nn.Module, experts: float, method: str) -> tuple[list[Gate]
     if reasons or not gates:
         raise ValueError(f"compress: {kind}: {(reasons or ['no gate next to experts'])[0]}")
     for gate in gates:
-        reason = why_unreadable(gate)
-        if gate.layout is not None or gate.form.table or hasattr(gate.module, "pointsman"):
-            reason = f"its gate {type(gate.module).__name__} is not a plain one"
-        elif scored(gate) != gate.num_experts:
-            reason = f"its gate {type(gate.module).__name__} scores {scored(gate)} experts, of which some are shared"
-        elif groups_of(gate) > 1 and method in ("hc-smoe", "m-smoe"):
+        reason = why_uncut(gate)
+        if reason is None and groups_of(gate) > 1 and method in ("hc-smoe", "m-smoe"):
             reason = f"{groups_of(gate)} groups of experts limit the choice; a merge across them has no place"
         if reason:
             raise ValueError(f"compress: {kind}, layer {gate.layer!r}: {reason}")
@@ -238,11 +232,6 @@ def _cuttable(model: nn.Module, experts: float, method: str) -> tuple[list[Gate]
     if kept % groups:
         raise ValueError(f"compress: experts={experts:g} keeps {kept}: allowed are multiples of {groups}, its groups")
     return gates, kept, least
-
-
-def scored(gate: Gate) -> int:
-    """The number of rows of a gate's weight."""
-    return len(gate.module.get_submodule(gate.form.owner).get_parameter("weight"))
 
 
 def _read(
@@ -263,17 +252,3 @@ def _read(
 
 def _of(name: str, names: Sequence[str], rows: Rows) -> Rows:
     return [row for row, its in zip(rows, names, strict=True) if its == name]
-
-
-def _loads(model: nn.Module, batches: Sequence[TextBatch]) -> dict[str, Any]:
-    """Layer -> the load of the text's tokens."""
-    found, mask = Diagnostics("load"), torch.zeros(0)
-
-    def observe(layer: str, routing: Any, context: object, hidden: Tensor) -> None:
-        found.update(layer, routing, mask.to(hidden.device))
-
-    with GateListener(model, "compress").listen(observe):
-        for batch in batches:
-            mask = (batch.kinds == TEXT).reshape(-1)
-            measured(model, [batch])
-    return found.result()

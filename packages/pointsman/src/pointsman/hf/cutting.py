@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pointsman.hf.audit.trials import mean_of, measured
 from pointsman.hf.counterpart import correction_bias
-from pointsman.hf.experts import Observed, expert_sums
+from pointsman.hf.experts import Observed, expert_sums, why_unreadable
 from pointsman.hf.gates import Gate, find_gates
 from pointsman.hf.listen import GateListener
 from pointsman.hf.text import TEXT, TextBatch
@@ -104,6 +104,17 @@ def _scores(gates: Sequence[Gate], found: Observed, method: str) -> dict[str, Te
         }[method]
         scores[gate.layer] = torch.where(of.peak > SUPER * peaks.median(), float("inf"), score)
     return scores
+
+
+def why_uncut(gate: Gate) -> str | None:
+    """Why the experts of this layer cannot be cut; None if they can."""
+    name = f"its gate {type(gate.module).__name__}"
+    if gate.layout is not None or gate.form.table or hasattr(gate.module, "pointsman"):
+        return f"{name} is not a plain one"
+    if reason := why_unreadable(gate):
+        return reason
+    scored = len(gate.module.get_submodule(gate.form.owner).get_parameter("weight"))
+    return None if scored == gate.num_experts else f"{name} scores {scored} experts, of which some are shared"
 
 
 def groups_of(gate: Gate) -> int:
@@ -261,6 +272,9 @@ def cut(
     config = with_experts(model.config, fields, kept)
     if min(layers.values()) < kept:
         config.uneven_experts, kind = {"fields": fields, "layers": layers}, uneven(kind)
+        for one in (config, getattr(config, "text_config", None)):
+            if one is not None and getattr(one, "output_router_logits", False):
+                one.output_router_logits = False  # transformers' balance loss joins the layers' logits
     with torch.device("meta"):
         smaller = kind(config)
     try:

@@ -54,7 +54,7 @@ async function drawExplorer() {
     Object.assign(state, change);
     const entry = routers[state.router], names = entry.layers.map(([name]) => name);
     if (!names.includes(state.layer)) state.layer = names[0];
-    if (!entry.topK.includes(state.k)) state.k = entry.topK[Math.floor(entry.topK.length / 2)];
+    if (!entry.topK.includes(state.k)) state.k = entry.map.top_k;
     if (state.expert !== null && state.expert >= entry.experts) state.expert = null;
     const tokens = texts[entry.text];
     if (!cache.has(state.router)) cache.set(state.router, unpack(entry, tokens.length));
@@ -161,7 +161,7 @@ async function drawTokenMaps() {
       return [element("h3", { class: "row-name" }, key(styleOf.get(entry.name)), element("code", {}, entry.name)), element("div", { class: "heats" }, ...maps)];
     }));
   }
-  const middle = ks[Math.floor(ks.length / 2)];
+  const middle = routers[0].map.top_k;
   root.querySelector(".controls").append(choice("k", ks.map((k) => [k, String(k)]), middle, draw));
   root.append(holder, rampKey(["0", "probability 1 (colour by its square root)"]));
   draw(middle);

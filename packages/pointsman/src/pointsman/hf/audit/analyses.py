@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pointsman.diagnostics.base import number
 from pointsman.hf.audit.blocks import Blocks
+from pointsman.hf.audit.prunings import prunings
 from pointsman.hf.audit.serving import serving
 from pointsman.hf.audit.trials import halves, schedules, super_experts
 from pointsman.hf.gates import survey
@@ -35,7 +36,8 @@ def analysed(
 ) -> dict[str, Any]:
     """All parts by name; `notes` gets why one is missing."""
     layers = list(trace.layers)
-    gates = [gate for gate in survey(model)[0] if gate.layer in layers]
+    every = survey(model)[0]
+    gates = [gate for gate in every if gate.layer in layers]
     loads = {
         row["top_k"]: {name: (row["top_k"], of["load"]) for name, of in row["routers"].items()}
         for row in quality
@@ -49,7 +51,7 @@ def analysed(
         "across": across(trace) if layers else [],
         "serving": serving(model, gates, loads),
     }
-    found["super_experts"], found["schedules"] = [], []
+    found["super_experts"], found["schedules"], found["prunings"] = [], [], []
     if probes and any(row["loss"] for row in quality):  # without a loss nothing can be tried
         search, held_out = halves(probes)
         found["super_experts"], reason = super_experts(model, gates, search, held_out)
@@ -66,6 +68,12 @@ def analysed(
                 one["serving"] = [row for row in rows if row["top_k"] == one["kind"]]
         except ValueError as error:
             notes.append(f"k by layer left out: {error}")
+        try:
+            if len(gates) == len(every):
+                found["prunings"], reason = prunings(model, search, held_out, margin)
+                notes += [reason] if reason else []
+        except (ValueError, torch.OutOfMemoryError) as error:
+            notes.append(f"experts that can go left out: {str(error).removeprefix('compress: ')}")
     experts = min(trace.num_experts.values(), default=0)
     if experts > 2 and trace.tokens > 1:
         found["placement"] = place(trace, min(DEVICES, experts), spare=min(DEVICES, experts), batch=256)

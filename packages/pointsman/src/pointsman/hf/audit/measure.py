@@ -59,7 +59,7 @@ def audit(
         batch_size: rows per forward.
         sample_tokens: the number of tokens kept for the report's explorer, as many of each domain.
         probe_tokens: the number of tokens on which experts are removed and k is set by layer (0: not at all); half of
-            them searches, the other half verifies. It takes a forward of these for each layer and k, and eight more.
+            them searches, the other half verifies. It takes a forward of these for each layer and k, and thirty more.
         task: (prompt, answer) pairs, a prompt a text or messages: how many tokens greedy generation spends at every k
             until the answer is in its text.
         answer_tokens: the largest number of tokens to generate for a prompt.
@@ -107,6 +107,7 @@ def audit(
         "probe_tokens": probe_tokens,
         "answer_tokens": answer_tokens,
         "tokenizer": type(tokenizer).__name__,
+        "vocabulary": int(getattr(getattr(model, "config", None), "vocab_size", 0) or 0),
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "device": next(model.parameters()).device.type,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,8 +58,9 @@ class AuditResult:
             "shared_experts": the width of shared experts, in widths of one expert.
         analyses: "domains" (tokens of each), "typical" (tokens that an expert takes more than others do), "divergence"
             (of loads between domains, bits), "specialists" (experts that serve one domain), "coverage",
-            "super_experts", "across" (co-activation with the next layer), "schedules" (k by layer), "serving" (costs by
-            k), "answers" (tokens to an answer by k), "placement" and "cache" (`pointsman.traces.placement`).
+            "super_experts", "prunings" (of several sizes, beside random ones), "across" (co-activation with the next
+            layer), "schedules" (k by layer), "serving" (costs by k), "answers" (tokens to an answer by k),
+            "placement" and "cache" (`pointsman.traces.placement`).
         against: {"loss", "half", "difference"} of the other checkpoint.
         protocol: the settings of the measurement.
         notes: what could not be measured, and why.
@@ -111,6 +112,10 @@ class AuditResult:
     def findings(self) -> list[str]:
         """The main results, one sentence each."""
         said = self._routers()
+        if (guess := self.guessing()) is not None:
+            return [*said, f"The loss is that of guessing (ln of the vocabulary, {guess:.4f}): text of this kind is "
+                    "unknown to the model, and nothing is said of k or of experts that could go.",
+                    *self._loads()]  # fmt: skip
         cheapest = self.cheapest_top_k()
         if cheapest is not None and self.top_k is not None and cheapest < self.top_k:
             said.append(
@@ -130,9 +135,10 @@ class AuditResult:
         for one in [tried[kind] for kind in ("exact", "greedy") if kind in tried][:1]:
             if one["kept"] and self.top_k and one["mean_k"] < self.top_k:
                 said.append(
-                    f"With k by layer, of mean {one['mean_k']:.3g}, the loss changes by {one['share']:+.2%} ± "
-                    f"{one['share_half']:.2%} on held-out text ({one['kind']})."
+                    f"With k by layer ({_listed(one['ks'].values())}; mean {one['mean_k']:.3g}) the loss changes by "
+                    f"{one['share']:+.2%} ± {one['share_half']:.2%} on held-out text."
                 )
+        said += self._prunings()
         for one in self.analyses.get("answers", ()):
             times = one["times"] or {}
             if times.get("half") is not None and abs(times["mean"] - 1) > times["half"]:
@@ -140,7 +146,43 @@ class AuditResult:
                     f"k = {one['top_k']} spends {times['mean']:.2f} ± {times['half']:.2f} times the tokens of k = "
                     f"{self.top_k} on the task; it reaches {one['reached']['mean']:.1%} of the answers."
                 )
+        return said + self._loads()
+
+    def guessing(self) -> float | None:
+        """ln of the vocabulary, where the loss at the own k is not below it, interval included."""
+        size, loss = self.protocol.get("vocabulary") or 0, self._loss()
+        half = next((row["half"] for row in self.quality if row["top_k"] == self.top_k), None)
+        return math.log(size) if size and loss is not None and loss + (half or 0.0) >= math.log(size) else None
+
+    def _prunings(self) -> list[str]:
+        tried = self.analyses.get("prunings") or ()
+        kept = [one for one in tried if one["within"]]
+        if kept:
+            one = min(kept, key=lambda row: (row["kept"], row["share"]))
+            how = "pruned" if one["method"] == "reap" else "merged"
+            return [f"With {one['kept']} of {one['experts']} experts a layer ({how} by {one['method']}) the loss "
+                    f"changes by {one['share']:+.2%} ± {one['share_half']:.2%} on held-out text"
+                    f"{'' if beats_random(one['random']) else ', no less than by random pruning'}."]  # fmt: skip
+        most = max((one["kept"] for one in tried), default=0)
+        return [f"No pruning or merge to {most} of {tried[0]['experts']} experts a layer, or fewer, is shown to keep "
+                f"the loss within {TOLERANCE:.0%}."] if tried else []  # fmt: skip
+
+    def _loads(self) -> list[str]:
+        said, names = list[str](), short_names(self.layers)
         hot = "got over three times the load of uniform routing"
+        apart = [one for one in self.analyses.get("divergence") or () if one["half"] and one["mean"] > one["half"]]
+        if apart:
+            one, serve = max(apart, key=lambda row: row["mean"]), len(self.analyses["specialists"])
+            said.append(
+                f"Loads differ most between {' and '.join(one['domains'])}: {one['mean']:.3f} ± {one['half']:.3f} "
+                f"bits, 1 at most; {serve} expert{' serves' if serve == 1 else 's serve'} one domain."
+            )
+        for one in (self.analyses.get("coverage") or ())[-1:]:
+            if one["reached"] and one["tokens"]:
+                said.append(
+                    f"{one['tokens']:,} tokens of this text reach {one['reached']:,} of {one['experts']:,} experts "
+                    f"{one['times']} times each (its first {one['first_tokens']:,} do)."
+                )
         for what, found in (("got no text token", self.dead()), (hot, self.hot())):
             if found:
                 count = sum(len(experts) for experts in found.values())
@@ -149,14 +191,16 @@ class AuditResult:
                 several = (
                     f"{count} expert{'' if count == 1 else 's'} in {len(found)} layer{'' if len(found) == 1 else 's'}"
                 )
-                said.append(f"{several} {what} (in {layer}: {shown}).")
+                said.append(f"{several} {what} (in layer {names[layer]}: {shown}).")
         changed = {name: layer["bfloat16"]["sets"] or 0 for name, layer in self.layers.items() if "bfloat16" in layer}
         if changed and changed[worst := max(changed, key=changed.__getitem__)]:
-            said.append(f"In bf16 up to {changed[worst]:.2%} of the tokens choose other experts ({worst}).")
+            said.append(
+                f"In bf16 up to {changed[worst]:.2%} of the tokens choose other experts (layer {names[worst]})."
+            )
         moved = {name: of["fluctuation"]["top1"] or 0 for name, of in self.layers.items() if "fluctuation" in of}
         if moved:
             worst = max(moved, key=moved.__getitem__)
-            said.append(f"Up to {moved[worst]:.1%} of the tokens changed their first expert ({worst}).")
+            said.append(f"Up to {moved[worst]:.1%} of the tokens changed their first expert (layer {names[worst]}).")
         return said
 
     def _routers(self) -> list[str]:
@@ -167,7 +211,7 @@ class AuditResult:
         sentences = []
         for (spec, why, shared), count in kinds.items():
             none = f"a router without a counterpart here ({why})" if why else "a router without a counterpart here"
-            router = none if spec is None else str(spec)
+            router = none if spec is None else f"{spec}, as this library spells it"
             beside = f", with {shared:g} shared expert{'' if shared == 1 else 's'}" if shared else ""
             sentences.append(f"Router of {count} layer{'' if count == 1 else 's'}: {router}{beside}.")
         return sentences
@@ -199,14 +243,14 @@ class AuditResult:
             lines += [Grid(["k", "answers", "tokens a prompt", "times own k"], rows, code=False).markdown(), ""]
             lines += ["Tokens until the answer, or until the text ends; ± is over prompts.", ""]
         columns = "layer, entropy, margin, in use, dead, hot, separation, identity, bf16, moved"
-        rows = []
+        rows, names = [], short_names(self.layers)
         for name, layer in self.layers.items():
             load = layer["load"]
             cells = [
-                name,
+                names[name],
                 _shown(layer["entropy"]["mean"]),
                 _shown(layer["margin"]["mean"]),
-                f"{_shown(load['effective'], 1)} of {layer['num_experts']}",
+                f"{_shown(load['effective'], 1)}/{layer['num_experts']}",
                 str(len(load["dead"])),
                 str(len(self.hot().get(name, []))),
                 _shown(layer.get("collapse", {}).get("value"), 1),
@@ -217,7 +261,8 @@ class AuditResult:
             rows.append(cells)
         grid = Grid(columns.split(", "), rows, code=False).without_empty_columns()
         told = "; ".join(f"{name}: {COLUMNS[name]}" for name in grid.header if name in COLUMNS)
-        lines += [grid.markdown(), "", f"{told[:1].upper()}{told[1:]}."]
+        name = next(iter(names))
+        lines += [grid.markdown(), "", f"Layer {names[name]} is {name}. {told[:1].upper()}{told[1:]}."]
         lines += ["", *(f"- {note}" for note in self.notes)] if self.notes else []
         return wrapped("\n".join(lines), 80) + "\n"
 
@@ -267,6 +312,24 @@ class AuditResult:
                 write_whole(folder / name, json.dumps(value, allow_nan=False) + "\n")
         write_whole(folder / "audit.md", self.markdown())
         return folder
+
+
+def beats_random(difference: Mapping[str, Any]) -> bool:
+    """Whether a loss minus that of random prunings is below 0, interval included."""
+    return difference["half"] is not None and difference["mean"] + difference["half"] < 0
+
+
+def short_names(layers: Iterable[str]) -> dict[str, str]:
+    """Layer -> its number where its name has one and no other layer has the same; else its name."""
+    numbers = {name: [part for part in name.split(".") if part.isdigit()] for name in layers}
+    found = {name: of[0] if len(of) == 1 else name for name, of in numbers.items()}
+    return found if len(set(found.values())) == len(found) else {name: name for name in found}
+
+
+def _listed(values: Iterable[int]) -> str:
+    """2, 1, 1, 2; long ones in part."""
+    shown = [str(value) for value in values]
+    return ", ".join(shown if len(shown) <= 12 else [*shown[:12], "…"])
 
 
 def _most(row: Mapping[str, Any]) -> float | None:

@@ -57,6 +57,13 @@ def paired(rows: Rows, base: Rows, comparisons: int = 1) -> dict[str, Any]:
     return ratio(tops, [tokens for _, tokens in rows], comparisons)
 
 
+def verdict(rise: Mapping[str, Any], loss: float, margin: float) -> dict[str, Any]:
+    """A rise as a share of the loss, and whether it is within the margin; None where its interval does not decide."""
+    change, half = rise["mean"] / loss, None if rise["half"] is None else rise["half"] / loss
+    within = None if half is None else True if change + half <= margin else False if change - half > margin else None
+    return {"share": change, "share_half": half, "within": within}
+
+
 def super_experts(
     model: nn.Module, gates: Sequence[Gate], search: Sequence[TextBatch], held_out: Sequence[TextBatch]
 ) -> tuple[list[dict[str, Any]], str | None]:
@@ -150,16 +157,12 @@ def schedules(
     for kind, chosen in found.items():
         with _schedule(fields, chosen):
             rise = paired(measured(model, held_out), base, len(found))
-        searched, change, half = loss(chosen) / loss(own) - 1, rise["mean"], rise["half"]
-        kept = None
-        if half is not None:
-            kept = True if change + half <= margin * scale else False if change - half > margin * scale else None
-        same = list(chosen) == own
+        searched, same = loss(chosen) / loss(own) - 1, list(chosen) == own
+        of = verdict(rise, scale, margin)
         names = {gate.layer: k for gate, k in zip(gates, chosen, strict=True)}
         rows.append(
-            {"kind": kind, "ks": names, "mean_k": mean(chosen), "searched": searched, **rise,
-             "share": change / scale, "share_half": None if half is None or same else half / scale,
-             "kept": True if same else kept}
+            {"kind": kind, "ks": names, "mean_k": mean(chosen), "searched": searched, **rise, "share": of["share"],
+             "share_half": None if same else of["share_half"], "kept": True if same else of["within"]}
         )  # fmt: skip
     return rows, None
 
