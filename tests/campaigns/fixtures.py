@@ -188,6 +188,7 @@ def make_families(folder: Path) -> None:
     over_ranks(2, *words, "--out", "ranks")
     must("audit", "hf", "--data", "text.txt", "--eval-tokens", "64", "--out", "audited")
     must("hf", "replace", "hf", "--router", "smoe:bias=false", "--out", "replaced")
+    must("share", "run", "--out", "shared/run.pointsman")
     make_exam(folder / "exam")
     make_traces(folder)
 

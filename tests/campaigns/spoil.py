@@ -43,8 +43,23 @@ def changed(file: Path, random: Random, change: Callable[[Any, Any], None]) -> N
     file.write_text("\n".join(lines) + "\n", errors="surrogatepass")
 
 
+def _shared(file: Path, random: Random, change: Callable[[Any, Any], None]) -> None:
+    """The same in what a shared file holds, or in the record therein."""
+    told = json.loads(zlib.decompress(file.read_bytes()))
+    inner = random.random() < 0.6
+    part = file.with_name("part.jsonl" if inner else "part.json")
+    part.write_text(told["record"] if inner else json.dumps(told))
+    changed(part, random, change)
+    text = json.dumps({**told, "record": part.read_text()}) if inner else part.read_text()
+    file.write_bytes(zlib.compress(text.encode()))
+    part.unlink()
+
+
 def _json(file: Path, random: Random, change: Callable[[Any, Any], None]) -> None:
     """The same in this file, or in the nearest one that is JSON."""
+    if file.suffix == ".pointsman":
+        _shared(file, random, change)
+        return
     if file.suffix not in (".json", ".jsonl"):
         others = sorted(other for other in file.parent.rglob("*.json*") if other.is_file())
         others = others or sorted(other for other in file.parents[1].rglob("*.json*") if other.is_file())
@@ -219,6 +234,8 @@ def bomb(file: Path, random: Random, mine: Path) -> bool:
         header = {"x": {"dtype": "F32", "shape": [2**30], "data_offsets": [0, 2**32]}}
         packed = json.dumps(header).encode()
         file.write_bytes(len(packed).to_bytes(8, "little") + packed)
+    elif file.suffix == ".pointsman" and kind < 3:
+        file.write_bytes(zlib.compress(bytes(1 << 28), 9))
     elif kind == 1:
         file.write_text("[" + "0," * 2_000_000 + "0]")
     elif kind == 2:
@@ -228,6 +245,11 @@ def bomb(file: Path, random: Random, mine: Path) -> bool:
         steps = list(range(20_000))
         group = {"fields": ["step", "kind", "t"], "same": {"kind": "a", "t": "x" * 20_000}, "each": {"step": steps}}
         entry["path"], entry["files"]["metrics.jsonl"] = "runs/new/seed-0", [group]
+        if random.random() < 0.5:
+            deep: Any = [0] * 200_000
+            for _ in range(random.choice([20, 500])):
+                deep = [deep]
+            entry["files"] |= {"metrics.jsonl": [], "environment.json": {"deep": deep}}
         file.write_text(json.dumps(entry) + "\n")
     elif kind == 3:
         sample = {"format": 1, "tokens": ["a"] * 2000, "top_k": [1], "num_experts": 200, "layers": ["x"], "usage": {},

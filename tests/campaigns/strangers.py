@@ -29,11 +29,12 @@ from spoil import DAMAGE, HOSTILE, MARK, THEIRS, Spoil
 PAGE, OUT = ["--map", "none", "--out", "@out/page.html"], ["--out", "@out"]
 FEW = ["--eval-tokens", "32", *OUT]
 TEXT = ["generate", "@of", "--prompt", "ab", "--tokens", "4", "--out", "@out/texts.jsonl"]
+SHARE = ["share", "@of", "--out", "@out/one.pointsman"]
 ALL: list[list[str]] = [["evaluate", "@of", *OUT], ["export", "@of", *OUT], ["diagnose", "@of", *FEW],
                         ["report", "@of", *PAGE], ["verify", "@of", *OUT]]  # fmt: skip
 READERS: dict[str, list[list[str]]] = {
     "run": [
-        *ALL, ["report", "@of", "--out", "@out/page.html"], TEXT,
+        *ALL, ["report", "@of", "--out", "@out/page.html"], TEXT, SHARE,
         ["finetune", "@of", "--task", "task.tsv", "--steps", "1", "--length", "8", *OUT],
         ["finetune", "@of", "--task", "task.tsv", "--steps", "2", "--length", "8", "--set", "batch_size=2"],
         ["evaluate", "@of/finetune/task.tsv/seed-0", *OUT], ["report", "@of/finetune/task.tsv/seed-0", *PAGE],
@@ -46,25 +47,28 @@ READERS: dict[str, list[list[str]]] = {
     "masked": [*ALL, ["report", "@of", "--out", "@out/page.html"]],
     "translated": [*ALL, ["report", "@of", "--out", "@out/page.html"]],
     "pictures": ALL,
-    "ranks": [*ALL, TEXT],
+    "ranks": [*ALL, TEXT, SHARE],
     "cmp": [
         ["report", "@of", *PAGE], ["report", "@of", "--out", "@out/page.html"], ["verify", "@of", *OUT],
         ["report", "@of", "--paper", "hyperrouter", *OUT], ["report", "@of", "--figures", "png", *PAGE[:2], *OUT],
         ["diagnose", "@of", *FEW], ["evaluate", "@of/runs/smoe/seed-0", *OUT], ["evaluate", "@of", "--attack", "word"],
         ["compare", "--config", "small.toml", "--data", "text.txt", "--routers", "smoe", "--jobs", "1", "--out", "@of"],
+        SHARE, ["submit", "@of", "--router", "smoe", "--out", "@out/entry.json"],
     ],
+    "shared": [["open", "@of/run.pointsman", "--out", "@out/run"]],
     "hf": [
         ["audit", "@of", "--data", "text.txt", *FEW], ["diagnose", "@of", "--data", "text.txt", *FEW],
         ["audit", "@of", "--against", "@of", "--data", "text.txt", *FEW],
         ["hf", "replace", "@of", "--router", "xmoe", *OUT], ["verify", "@of", *OUT],
+        ["compress", "@of", "--data", "text.txt", "--eval-tokens", "64", "--length", "16", "--random", "1", *OUT],
         ["train", "--from", "@of", "--data", "text.txt", "--steps", "1", *OUT],
     ],
     "replaced": [
         ["audit", "@of", "--data", "text.txt", *FEW], ["hf", "materialize", "@of", *OUT], ["verify", "@of", *OUT],
     ],
-    "audited": [["report", "@of", *PAGE], ["verify", "@of", *OUT]],
+    "audited": [["report", "@of", *PAGE], ["verify", "@of", *OUT], SHARE],
     "exam": [
-        ["verify", "@of", *OUT],
+        ["verify", "@of", *OUT], SHARE,
         ["exam", "smoe", "--tasks", "clusters", "--seeds", "1", "--jobs", "1", "--out", "@of"],
     ],
     "traces": [
@@ -111,7 +115,7 @@ class Strangers(Campaign):
         ]  # transformers reads it
         return [{
             "of": of, "file": random.choice(self.files[of]), "how": random.choice(kinds),
-            "seed": random.randrange(10**6), "by": random.sample(range(len(READERS[of])), 2),
+            "seed": random.randrange(10**6), "by": random.sample(range(len(READERS[of])), min(2, len(READERS[of]))),
         }]  # fmt: skip
 
     def check(self, program: Program, folder: Path) -> Counter[str]:
@@ -213,7 +217,7 @@ class Damage(Strangers):
         counts = Counter[str]()
         for step in program:
             of, file = step["of"], Path(step["file"])
-            verify = next(words for words in READERS[of] if words[0] == "verify")
+            verify = next((words for words in READERS[of] if words[0] == "verify"), READERS[of][0])
             whole = self._read(step, verify, folder / "place") == "read"
             whole &= file.is_relative_to(verify[1].replace("@of", of))
             counts["found by verify"] += not whole

@@ -127,6 +127,7 @@ def test_deep_and_misshapen_json_is_refused_by_name(tmp_path: Path) -> None:
     for name, content in (
         ("config.json", "[" * 100_000),
         ("config.json", '{"a":' * 100_000),
+        ("config.json", '{"a": ' + "[" * 32 + "0" + "]" * 32 + "}"),
         ("comparison.json", '{"settings": {"model": {}}, "routers": 5, "seeds": []}'),
         ("comparison.json", '{"routers": [], "seeds": []}'),
         ("evaluation.json", '{"results": [{"top_k": 1, "routers": {"0": {"load": ["x"]}}}]}'),

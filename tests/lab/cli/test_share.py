@@ -12,6 +12,7 @@ import pytest
 
 from pointsman_lab.cli.main import main
 from pointsman_lab.runs.comparison import read
+from pointsman_lab.runs.named import remember
 from tests.lab.report.fixtures import dump, write_comparison, write_run
 
 SOURCE = "print('run by nobody')\nraise SystemExit('unasked')\n"
@@ -60,6 +61,7 @@ def test_source_and_data_of_the_sender(
     Path("mytext.txt").write_text("a few words\n" * 9)
     run = write_run(Path("run"))
     here = str(Path("mine.py").resolve())
+    remember(here)
     change(run / "config.json", imports=[here, "a.module"], data=str(Path("mytext.txt").resolve()) + ":level=char")
     (run / "vocabulary.json").write_text("{}")
     (run / "explorer.json").write_text("{}")
@@ -82,12 +84,31 @@ def test_source_and_data_of_the_sender(
     assert not Path("theirs/explorer.json").exists()
 
 
+@pytest.mark.parametrize("words", [["share", "theirs"], ["submit", "theirs", "--router", "smoe"]])
+def test_a_strangers_folder_hands_on_no_file_of_mine(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.py").write_text(f"PASSWORD = 'abc'\n{SOURCE}")
+    write_comparison(Path("theirs"), ["smoe"], [0])
+    before = {file: file.read_bytes() for file in Path("theirs").rglob("*") if file.is_file()}
+    out = ["--out", "packed"]
+    assert main(["share", "theirs", *out]) == 0
+    plan = Path("theirs/comparison.json")
+    settings = json.loads(plan.read_text())["settings"]
+    assert before == {file: file.read_bytes() for file in Path("theirs").rglob("*") if file.is_file()}
+    change(plan, settings={**settings, "imports": [str(Path("mine.py").resolve())]})
+    Path("packed").unlink()
+    capsys.readouterr()
+    assert main([*words, *out]) == 2
+    assert "mine.py is missing, has changed or was never imported here" in capsys.readouterr().err
+    assert not Path("packed").exists()
+
+
 def test_an_exam_arrives_with_the_cells_that_the_record_knows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from pointsman_lab.exam.exam import VERSION, collect, plan_in, record
 
     Path("mine.py").write_text(SOURCE)
+    remember("mine.py")
     task, row = next((task, row) for task, row in record() if row not in ("oracle", "plain"))
     own = {"row": "mine", "tried": [], "runs": {"0": {"value": 0.5, "curve": []}}}
     rows = ["oracle", "plain", row, "mine"]

@@ -57,6 +57,18 @@ def test_a_record_that_becomes_many_times_as_large_is_refused(tmp_path: Path) ->
     assert not (out / "runs" / "other").exists()
 
 
+def test_nested_values_of_a_record_take_no_indentation(tmp_path: Path) -> None:
+    out = write_comparison(tmp_path / "grid", ("smoe",), seeds=(0,))
+    entry = json.loads((write_record(out) or out).read_text())
+    deep: Any = [0] * 5000
+    for _ in range(20):
+        deep = [deep]
+    entry["path"], entry["files"]["environment.json"] = "runs/other/seed-0", {"packages": {}, "more": deep}
+    size = (out / RECORD).write_text(json.dumps(entry) + "\n")
+    (made,) = restore(out)
+    assert sum(file.stat().st_size for file in made.rglob("*.json")) < 2 * size
+
+
 def test_packed_routing_is_unpacked_no_further_than_its_tokens_say() -> None:
     bomb = base64.b64encode(zlib.compress(bytes(1 << 27), 9)).decode()
     sample = {

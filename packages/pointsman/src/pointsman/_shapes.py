@@ -131,6 +131,8 @@ MOST_LINE = 2**24
 """Bytes of a line of a file that is read by lines."""
 MOST_VALUES = 2**22
 """Values in a JSON text: a list of nothing takes two bytes in a file and sixty in memory."""
+MOST_DEPTH = 32
+"""Lists and objects within each other: written with indentation, each value takes a line as wide as it is deep."""
 MOST_GROWTH = 10
 """How many times as large as its file a file's content may become."""
 
@@ -157,7 +159,13 @@ def parse_json(text: str) -> Any:
         raise ValueError("nested too deeply") from None
     except UnicodeEncodeError:
         raise ValueError("half a surrogate pair, which is no character") from None
-    return value
+    level: list[Any] = [[value]]
+    for _ in range(MOST_DEPTH + 1):
+        within = (one for held in level for one in (held.values() if isinstance(held, dict) else held))
+        level = [one for one in within if isinstance(one, (dict, list))]
+        if not level:
+            return value
+    raise ValueError("nested too deeply")
 
 
 def unpacked(text: str, size: int) -> bytes:

@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
             settings: what --set takes; "": the command has no --set.
             folder: whether --out is a folder.
         """
-        self.add_argument("--out", type=Path, metavar="DIR", help=out)
+        self.add_argument("--out", type=Path, metavar="DIR" if folder else "FILE", help=out)
         self.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, … (default: cuda if there is one)")
         self.add_argument("--config", type=Path, metavar="FILE", help="flags from a TOML or JSON file; flags here win")
         told = "import routers of your own; a run records it (may be repeated)"

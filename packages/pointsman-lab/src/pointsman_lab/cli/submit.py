@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from pointsman_lab.cli.options import Parser
+from pointsman_lab.cli.options import Parser, check_device
 
 EPILOG = """examples:
   pointsman submit runs/mine --router mine --name "Mine, tuned"
@@ -22,13 +22,13 @@ def parser() -> Parser:
     flags.add_argument("target", metavar="DIR", help="a comparison directory, all seeds of the row finished")
     flags.add_argument("--router", required=True, metavar="ROW", help="which row")
     flags.add_argument("--name", help="what the leaderboard calls it (default: the row)")
-    flags.add_argument("--out", type=Path, metavar="FILE", help="default: entry.json in the current folder")
-    flags.out_is_folder = False
+    flags.common("the file to write (default: entry.json)", settings="", folder=False)
     return flags
 
 
 def run(words: Sequence[str]) -> int:
     values = parser().read(words)
+    check_device(values.device)
     from pointsman._files import write_whole
     from pointsman_lab.runs.entry import entry_of
 

@@ -52,7 +52,7 @@ _FILE = re.compile(rf"(?:finetune/{_NAME}/seed-[0-9]+/)?([^/]+)")
 
 
 def write_record(folder: Path) -> Path | None:
-    """Writes record.jsonl of a comparison: every finished run on the disk, and those that only the record knows.
+    """Writes record.jsonl of a comparison (`record_of`).
 
     Returns:
         The file; None where no run is finished.
@@ -60,16 +60,23 @@ def write_record(folder: Path) -> Path | None:
     Raises:
         RunError: a damaged record, or a folder that cannot be written.
     """
+    text = record_of(folder)
+    return write_whole(folder / RECORD, text) if text else None
+
+
+def record_of(folder: Path) -> str:
+    """The record of a comparison: every finished run on the disk, and those that only record.jsonl knows.
+
+    Raises:
+        RunError: a damaged record.
+    """
     entries = {entry["path"]: entry for entry in read_record(folder)}
     for config in find(folder, f"runs/*/seed-*/{CONFIG}"):
         run = config.parent
         if (run / EVALUATION).is_file():
             path = run.relative_to(folder).as_posix()
             entries[path] = {"path": path, "files": packed(run)}
-    if not entries:
-        return None
-    lines = (line_of(entries[path]) for path in sorted(entries))
-    return write_whole(folder / RECORD, "".join(line + "\n" for line in lines))
+    return "".join(line_of(entries[path]) + "\n" for path in sorted(entries))
 
 
 def restore(folder: Path, into: Path | None = None) -> list[Path]:
@@ -249,4 +256,4 @@ def _is_kept(name: str) -> bool:
 def written(content: Any) -> str:
     if isinstance(content, list):
         return "".join(json.dumps(row) + "\n" for row in content)
-    return json.dumps(content, indent=2) + "\n"
+    return json.dumps(content) + "\n"  # without indentation, which can make much of little

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._files import read_json, read_text
+from pointsman._files import read_json
 from pointsman._shapes import check_shape
 from pointsman_lab.runs.comparison import read_comparison, required_plan
+from pointsman_lab.runs.named import source_of
 from pointsman_lab.runs.paths import EVALUATION
 from pointsman_lab.runs.record import RunRecord
 
@@ -47,7 +48,8 @@ def entry_of(folder: Path, router: str, name: str) -> dict[str, Any]:
     unfinished = [seed for one, seed in comparison.missing() if one == router]
     if unfinished:
         raise RunError(f"{folder}: {router}, seed {unfinished[0]}: not finished; the command of the comparison goes on")
-    sources = {one: read_text(Path(one)) for one in plan["settings"].get("imports", ()) if one.endswith(".py")}
+    imports = plan["settings"].get("imports") or ()
+    sources = {one: source_of(one) for one in imports if isinstance(one, str) and one.endswith(".py")}
     entry = {
         "format": FORMAT, "name": name, "router": router, "settings": plan["settings"],
         "tuned": plan.get("tuned", {}).get(router, {}), "kernels": plan.get("kernels", {}),

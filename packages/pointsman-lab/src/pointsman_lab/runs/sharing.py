@@ -18,7 +18,6 @@ from typing import Any
 from pointsman._errors import RunError
 from pointsman._files import (
     checksum,
-    disk_errors,
     open_new,
     parse_json,
     read_ordinary,
@@ -29,7 +28,8 @@ from pointsman._files import (
     write_whole,
 )
 from pointsman._shapes import check_shape, inflated, shape_of
-from pointsman_lab.runs.compact import RECORD, line_of, packed, read_record, write_record, written
+from pointsman_lab.runs.compact import RECORD, line_of, packed, read_record, record_of, written
+from pointsman_lab.runs.named import source_of
 from pointsman_lab.runs.paths import COMPARISON, CONFIG, EVALUATION, slug
 
 FORMAT, VERSION = "pointsman-share", 1
@@ -67,11 +67,9 @@ def share(folder: Path, out: Path, papers: str = "", cells: Mapping[str, Any] | 
     plan = read_whole_json(folder / COMPARISON)
     if plan is not None:
         plan = {key: value for key, value in plan.items() if key != "nodes"}  # names of the sender's machines
-        with disk_errors(folder, "the comparison's record was not written"):
-            file = write_record(folder)
-        if file is None:
+        record, settings = record_of(folder), plan.get("settings") or {}
+        if not record:
             raise RunError(f"{folder}: no run of this comparison is finished: there is nothing to share")
-        record, settings = read_ordinary(file).decode(), plan.get("settings") or {}
     elif cells is not None:
         settings = read_whole_json(folder / EXAM) or {}
         record = json.dumps({"plan": settings, "cells": cells})
@@ -90,10 +88,7 @@ def share(folder: Path, out: Path, papers: str = "", cells: Mapping[str, Any] | 
             known = slug(Path(name).name)
             if known in sources or not _SOURCE.fullmatch(known):
                 known = f"{len(sources)}-{known}"
-            try:
-                sources[known] = read_ordinary(Path(name)).decode()
-            except (OSError, UnicodeDecodeError) as error:
-                raise RunError(f"{folder}: the routers' file {name} cannot be read: {error}") from None
+            sources[known] = source_of(name)
             moved[name] = f"{HERE}/{SOURCES}/{known}"
     modules = [one for one in settings.get("imports") or () if isinstance(one, str) and not one.endswith(".py")]
     data, places = _data(str(settings.get("data") or ("the exam's tasks" if cells else "")), plan or {})
@@ -157,7 +152,7 @@ def open_shared(file: Path, out: Path) -> Opened:
         for name, content in entries[0]["files"].items():
             write_whole(within(out, *name.split("/")), written(content))
     else:
-        write_whole(out / COMPARISON, json.dumps(_moved(told["comparison"], {HERE: here}), indent=2) + "\n")
+        write_whole(out / COMPARISON, written(_moved(told["comparison"], {HERE: here})))
         write_whole(out / RECORD, record)
     return _others(told, out)
 

@@ -1,27 +1,24 @@
 """Routers of other packages that a run names: a module or a file that its user gave.
 
 Whoever opens the run would execute them, so they are imported again only if the same user has named the same module,
-or the file with the same content, before. What a user has named is kept in the user's cache folder.
+or the file with the same content, before (`runs.named`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
-from pointsman._files import read_ordinary, read_text, user_cache_folder, write_whole
 from pointsman.routers.frame.elsewhere import import_routers
 from pointsman.routers.frame.registry import split_specs
+from pointsman_lab.runs.named import is_remembered, remember
 
 
 def import_named(name: str) -> str:
     """What `import_routers` does, of a module or file that the user has named: it may be imported again later."""
     found = import_routers(name)
     with contextlib.suppress(OSError, ValueError):  # without it the flag is needed each time
-        write_whole(_mark(name), _digest(name))
+        remember(name)
     return found
 
 
@@ -55,26 +52,8 @@ def import_recorded(router: str, names: Sequence[str]) -> None:
 
 def import_remembered(names: Sequence[str]) -> list[str]:
     """Imports the modules and files that this user has named before; returns the others."""
-    refused = [name for name in names if not _is_remembered(name)]
+    refused = [name for name in names if not is_remembered(name)]
     for name in names:
         if name not in refused:
             import_routers(name)
     return refused
-
-
-def _mark(name: str) -> Path:
-    """The file that stands for a module or a Python file; it holds what `_digest` was when the user named it."""
-    absolute = str(Path(name).absolute()) if name.endswith(".py") else name
-    return user_cache_folder() / "imports" / hashlib.sha256(os.fsencode(absolute)).hexdigest()
-
-
-def _digest(name: str) -> str:
-    return hashlib.sha256(read_ordinary(Path(name))).hexdigest() if name.endswith(".py") else "module"
-
-
-def _is_remembered(name: str) -> bool:
-    """Whether the user has named it before. A file that was never named is not even read."""
-    try:
-        return read_text(_mark(name)) == _digest(name)
-    except (OSError, ValueError):
-        return False
