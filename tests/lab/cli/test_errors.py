@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -322,6 +323,23 @@ def test_a_missing_package_names_its_extra_alone(
 
     monkeypatch.setattr("pointsman_lab.cli.audit.run", run)
     assert refused(capsys, "audit", "model").endswith(says)
+
+
+def test_an_interrupt_in_a_destructor_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Dropped:
+        def __del__(self) -> None:
+            raise KeyboardInterrupt
+
+    def run(_: object) -> int:
+        Dropped()
+        time.sleep(30)
+        return 0
+
+    monkeypatch.setattr("pointsman_lab.cli.verify.run", run)
+    assert main(["verify", "x"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import _thread
 import errno
 import importlib
 import os
 import signal
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from pointsman._errors import Stopped, did_you_mean
 from pointsman._values import name_fault, printable
@@ -90,7 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.formatwarning = one_line
     keep_freed_memory()
     try:
-        return int(importlib.import_module(f"pointsman_lab.cli.{name}").run(words[1:]))
+        with interrupts_kept():
+            return int(importlib.import_module(f"pointsman_lab.cli.{name}").run(words[1:]))
     except BrokenPipeError:
         sys.stderr.close()
         return 0
@@ -102,6 +106,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":  # of ranks that all read the same flags, one says so
             print(line, file=sys.stderr)
         return code
+
+
+@contextmanager
+def interrupts_kept() -> Iterator[None]:
+    """An interrupt in a destructor, where Python drops it and prints a traceback, comes again a moment later."""
+    before, late = sys.unraisablehook, list[threading.Timer]()
+
+    def again(dropped: sys.UnraisableHookArgs) -> None:
+        if not issubclass(dropped.exc_type, KeyboardInterrupt):
+            before(dropped)
+            return
+        late.append(threading.Timer(0.05, _thread.interrupt_main))  # at once, it would be dropped here, too
+        late[-1].start()
+
+    sys.unraisablehook = again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+        for timer in late:
+            timer.cancel()
 
 
 def explain(error: BaseException) -> tuple[int, str] | None:
