@@ -62,6 +62,13 @@ def test_the_transcription(training: bool, k: int) -> None:
         compare(router, hidden, mask, transcription(router, hidden, mask, k, noise), routing)
 
 
+def test_gradients_are_finite_where_the_noise_has_vanished() -> None:
+    router = build_router("noisy-topk:init=normal", dim=8, num_experts=6)
+    routing = router(1e4 * torch.randn(3, 9, 8))
+    for gradient in torch.autograd.grad(routing.losses["load"], router.score.parameters()):
+        assert torch.isfinite(gradient).all()
+
+
 def test_the_load_by_hand() -> None:
     """k = 1, z = (1 .5 0), noisy (1.2 .3 .4), r = .5: theta = .4 inside, 1.2 outside: Phi(1.2), Phi(-1.4), Phi(-2.4).
 

@@ -19,6 +19,8 @@ from pointsman.routers.frame.stages import Scorer, Stages
 from pointsman.routers.papers.topk import INIT_STD, LinearScorer, linear_scores
 from pointsman.routing import RoutingContext
 
+LEAST_STD = 1e-15  # its square still divides in float32
+
 
 class Noisy(Scorer):
     """z of the scores; in training z + r e with r = softplus(W_n h) + epsilon and e ~ N(0, 1) (Eq. 4). W_n [E, dim].
@@ -75,7 +77,8 @@ def load_loss(given: LossInput) -> Tensor:
     last, other = noisy.gather(1, best[:, k - 1 :]).unbind(1)
     threshold = torch.where(inside, other[:, None], last[:, None])
     clean, std = given.extra["clean"].flatten(0, 1), given.extra["std"].flatten(0, 1)
-    chance = torch.special.ndtr((clean - threshold) / std.clamp_min(torch.finfo(std.dtype).tiny))
+    deviations = (clean - threshold) / std.clamp_min(LEAST_STD)
+    chance = torch.special.ndtr(deviations.clamp(-40, 40))  # 0 and 1 there; beyond it gradients would be inf 0
     if given.mask is not None:
         chance = chance.masked_fill(~given.mask[:, None], 0)
     return squared_variation(given.ranks.whole(chance.sum(0)))
