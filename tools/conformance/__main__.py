@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from tools.conformance.originals import NotFetchedError, in_float64
+from tools.conformance.released import RELEASED
 from tools.conformance.rows import NONE, ROWS
 from tools.conformance.sides import DIM, EXPERTS, TOKENS, Case, K, Row
 
@@ -38,6 +39,7 @@ A difference that is not rounding has a reason: `Lfm2MoeTopKRouter` adds 1e-6 to
 ## Without a row
 
 """
+EVERY = (*ROWS, *RELEASED)
 
 
 def differences(mine: Case, theirs: Case) -> tuple[float, float | None, float | None]:
@@ -76,7 +78,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="the page to write")
     values = parser.parse_args()
     lines = []
-    for row in ROWS:
+    for row in EVERY:
         if values.only in row.spec or values.only in row.original:
             lines.append(line(row, values.originals))
             print(lines[-1], flush=True)

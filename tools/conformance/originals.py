@@ -39,8 +39,8 @@ def in_float64() -> Iterator[None]:
         torch.Tensor.float = kept  # type: ignore[method-assign]
 
 
-def of_transformers(model_type: str, name: str, **settings: Any) -> Any:
-    """A class of transformers, built from the configuration of `model_type` with `settings`, random parameters."""
+def of_transformers(model_type: str, name: str, *arguments: Any, **settings: Any) -> Any:
+    """A class of transformers, built from the configuration of `model_type` with `settings`; random parameters."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
 
     folder = model_type_to_module_name(model_type)
@@ -49,7 +49,7 @@ def of_transformers(model_type: str, name: str, **settings: Any) -> Any:
     config = CONFIG_MAPPING[model_type]()
     for key, value in settings.items():
         setattr(config, key, value)
-    built: nn.Module = getattr(module, name)(config)
+    built: nn.Module = getattr(module, name)(config, *arguments)
     with torch.no_grad():
         for tensor in (*built.parameters(), *built.buffers()):
             if tensor.is_floating_point():
@@ -110,6 +110,9 @@ class File:
         tree.body = [one for one in tree.body if isinstance(one, ast.FunctionDef | ast.ClassDef) and one.name in names]
         if len(tree.body) != len(names):
             raise NotFetchedError(f"{self.path} at {self.commit[:12]} has no {', '.join(names)}")
+        for one in tree.body:
+            if isinstance(one, ast.FunctionDef):
+                one.decorator_list = []  # a compiler of scripts wants a file
         tree.body.insert(0, ast.parse("from __future__ import annotations").body[0])
         space: dict[str, Any] = {"torch": TORCH, "nn": nn, "F": nn.functional, "Tensor": Tensor, "math": math, **given}
         exec(compile(tree, self.path, "exec"), space)
