@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,16 @@ from pointsman_lab.cli.main import main
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RoutingTrace:
-    """a.safetensors, and b.safetensors: the same shifted by a token."""
+    """a.safetensors, and b.safetensors: the same shifted by a token, its logits 0.0001 off."""
     monkeypatch.chdir(tmp_path)
     logits = {f"layers.{i}.moe": torch.randn(64, 8) for i in range(2)}
     chosen = {name: one.topk(2).indices.to(torch.int16) for name, one in logits.items()}
     trace = RoutingTrace(chosen, dict.fromkeys(chosen, 8), torch.tensor([32, 32]), logits=logits)
     trace.save("a.safetensors")
     rows = torch.cat([torch.arange(32).roll(1), torch.arange(32).roll(1) + 32])
-    trace.rows(rows, trace.lengths).save("b.safetensors")
+    moved = trace.rows(rows, trace.lengths)
+    noisy = {name: one + 1e-4 * torch.randn(one.shape) for name, one in moved.logits.items()}
+    replace(moved, logits=noisy).save("b.safetensors")
     return trace
 
 
@@ -33,7 +36,8 @@ def test_diff_names_the_fault(files: RoutingTrace, capsys: pytest.CaptureFixture
     assert json.loads(Path("d/trace.json").read_text())["after"] == 0
     assert main(["trace", "diff", "a.safetensors", "b.safetensors", "--margins", "--out", "d"]) == 0
     assert "predicted" in capsys.readouterr().out
-    assert len(json.loads(Path("d/trace.json").read_text())["margins"]) == 8
+    margins = json.loads(Path("d/trace.json").read_text())["margins"]
+    assert [one["flipped"] for one in margins] == [0.0] * 8  # of the traces with the shift undone
     assert main(["trace", "diff", "a.safetensors", "a.safetensors"]) == 0
     assert "the traces are equal" in capsys.readouterr().out
 

@@ -209,6 +209,7 @@ def test_planted_faults_are_named(
     assert sorted(found.kinds) == sorted(told)
     assert found.after == 0
     assert found.before > 0.5
+    assert flips(*found.undone) == []
     assert compare(trace, trace).kinds == ()
 
 

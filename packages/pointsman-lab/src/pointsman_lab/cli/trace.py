@@ -71,7 +71,7 @@ def run(words: Sequence[str]) -> int:
             print("margin: last chosen logit minus the next; mean, and that of other experts")
         result = found.to_dict()
         if values.margins:
-            result["margins"] = flips(first, second)
+            result["margins"] = flips(*found.undone)
             print(f"\n{_flips(result['margins'])}")
     else:
         placed = place(first, values.devices, spare=values.spare, batch=values.batch_size)

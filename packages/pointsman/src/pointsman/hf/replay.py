@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from pointsman._errors import did_you_mean
 from pointsman.hf.gates import Gate, no_gate, survey
 from pointsman.hf.listen import Given
 from pointsman.hf.surgery.routed import ClassRule
 from pointsman.recording import KNOWN
-from pointsman.traces import RoutingTrace
+from pointsman.traces import MISSING, RoutingTrace
 from pointsman.traces.trace import hash_of
 
 
 class _Choice(TorchFunctionMode):
-    """Inside, `topk` of [tokens, E] (or [B, T, E]) returns these experts [tokens, k], and their values."""
+    """Inside, `topk` of [tokens, E] (or [B, T, E]) returns these experts [tokens, k], and their values.
+
+    Tokens whose experts are `MISSING` keep their own.
+    """
 
     def __init__(self, experts: Tensor, num_experts: int) -> None:
         super().__init__()
@@ -34,6 +38,8 @@ class _Choice(TorchFunctionMode):
             return found  # of groups, or of something else
         self.used = True
         experts = self.experts.to(scores.device).reshape(*scores.shape[:-1], -1)
+        if (missing := experts == MISSING).any():
+            experts = torch.where(missing, found.indices, experts)
         return torch.return_types.topk((scores.gather(-1, experts), experts))
 
 
@@ -68,8 +74,9 @@ class GatePlace:
         self.module.forward = forward
 
     def _took(self, output: Any, experts: Tensor) -> bool:
+        known = (experts != MISSING).all(-1)
         found = self.gate.routed(output)[2].reshape(len(experts), -1).long()
-        return torch.equal(found.sort(-1).values, experts.sort(-1).values)
+        return torch.equal(found[known].sort(-1).values, experts[known].sort(-1).values)
 
 
 class _RouterPlace:
@@ -102,7 +109,7 @@ def places(model: nn.Module) -> dict[str, Any]:
 
 
 @contextmanager
-def replay(model: nn.Module, trace: RoutingTrace) -> Iterator[None]:
+def replay(model: nn.Module, trace: RoutingTrace, *, missing: Literal["refuse", "own"] = "refuse") -> Iterator[None]:
     """Inside, every forward takes the experts that the trace has for its sequences; weights are computed as of now.
 
         with hf.replay(model, RoutingTrace.load("served.safetensors")):
@@ -112,21 +119,27 @@ def replay(model: nn.Module, trace: RoutingTrace) -> Iterator[None]:
     the forwards are those of the trace in order. Padding takes the first experts. Layers go by name, or, where no name
     is the same, in order.
 
+    Args:
+        missing: of tokens whose experts the trace does not have, as an engine's last one: refuse the trace, or let them
+            choose their own.
+
     Raises:
         ValueError: layers that do not fit, choices that are missing, a class that cannot be replayed, or, in a forward,
             a sequence that the trace does not have.
     """
-    of_model, recorded = places(model), trace.for_replay()
+    if missing not in ("refuse", "own"):
+        raise ValueError(f"replay: missing={missing!r}: {did_you_mean(missing, ('refuse', 'own'))}")
+    of_model = places(model)
+    own = missing == "own" and all(isinstance(place, GatePlace) for place in of_model.values())
+    recorded = {name: one.long() for name, one in trace.experts.items()} if own else trace.for_replay()
     if not of_model.keys() & recorded.keys() and len(of_model) == len(recorded):
         recorded = dict(zip(of_model, recorded.values(), strict=True))
     if of_model.keys() != recorded.keys():
         raise ValueError(f"replay: the trace has {len(recorded)} layers, {', '.join(list(recorded)[:2])}, …; the model "
                          f"{len(of_model)}: {', '.join(list(of_model)[:2])}, …")  # fmt: skip
     for name, experts in recorded.items():
-        if (
-            experts.numel()
-            and not of_model[name].first <= int(experts.min()) <= int(experts.max()) <= of_model[name].last
-        ):
+        known = experts[experts != MISSING]
+        if known.numel() and not of_model[name].first <= int(known.min()) <= int(known.max()) <= of_model[name].last:
             raise ValueError(f"replay: layer {name!r}: allowed experts are 0 to {of_model[name].last}")
     ends = trace.lengths.cumsum(0).tolist()
     hashes = None if trace.hashes is None else {int(one): place for place, one in enumerate(trace.hashes)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,12 +32,14 @@ class Difference:
     kinds: what is between the traces, the largest first; () where they are equal.
     before, after: the share of (token, layer) with other experts, as they are and with the kinds undone.
     layers: layer of the first trace -> what is left.
+    undone: both traces with the kinds undone, for `flips`.
     """
 
     kinds: tuple[str, ...]
     before: float
     after: float
     layers: Mapping[str, LayerDifference]
+    undone: tuple[RoutingTrace, RoutingTrace] = field(repr=False)
 
     @property
     def equal(self) -> bool:
@@ -78,7 +80,7 @@ def compare(a: RoutingTrace, b: RoutingTrace) -> Difference:
     layers = {layer: of_layer(layer, a, b) for layer in a.layers}
     if now:
         kinds.append(_what_is_left(layers))
-    return Difference(tuple(kinds), before, now, layers)
+    return Difference(tuple(kinds), before, now, layers, (a, b))
 
 
 Undone = tuple[str, RoutingTrace, RoutingTrace]

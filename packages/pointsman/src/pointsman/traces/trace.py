@@ -73,6 +73,10 @@ class RoutingTrace:
             if chosen.numel() and not MISSING <= int(chosen.min()) <= int(chosen.max()) < self.num_experts[layer]:
                 raise ValueError(f"layer {layer!r}: experts must be -2 to {self.num_experts[layer] - 1}")
 
+    def __repr__(self) -> str:
+        parts = "".join(f", {part}" for part in ("weights", "logits") if getattr(self, part))
+        return f"RoutingTrace({self.tokens:,} tokens, {len(self.lengths)} sequences, {len(self.experts)} layers{parts})"
+
     @property
     def tokens(self) -> int:
         return int(self.lengths.sum())
