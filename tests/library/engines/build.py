@@ -34,21 +34,6 @@ class Built:
     own: Callable[[], Tensor]
 
 
-class LoopOfExperts(nn.Module):
-    """Called as OLMo calls its experts, which are Triton kernels for a GPU: one expert after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w_gate, self.w_in = (nn.Parameter(0.1 * torch.randn(EXPERTS, HIDDEN, DIM)) for _ in range(2))
-        self.w_out = nn.Parameter(0.1 * torch.randn(EXPERTS, DIM, HIDDEN))
-
-    def forward(self, x: Tensor, weights: Tensor, indices: Tensor, counts: Tensor) -> Tensor:
-        x = x[..., None, :, :]  # [B, 1, T, dim]: each expert computes all tokens
-        up = F.silu(x @ self.w_gate.mT) * (x @ self.w_in.mT) @ self.w_out.mT  # [B, experts, T, dim]
-        share = F.one_hot(indices, EXPERTS).to(x.dtype) * weights[..., None].to(x.dtype)  # [B, T, k, experts]
-        return torch.einsum("betd,btke->btd", up, share)
-
-
 def megatron(spec: str | None, k: int = 2, **settings: Any) -> Built:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -89,21 +74,28 @@ def megatron(spec: str | None, k: int = 2, **settings: Any) -> Built:
     return Built(layer, getattr(layer.router, "router", None), run, weights, lambda: layer.router.weight)
 
 
-def torchtitan(spec: str | None, k: int = 2, **settings: Any) -> Built:
+def torchtitan(spec: str | None, k: int = 2, divided: bool = False, **settings: Any) -> Built:
+    """With `divided` ready for expert parallelism."""
     from torchtitan.models.common.linear import Linear
     from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
-    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+    from torchtitan.models.common.moe_sharding import set_moe_sharding_config
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
     from pointsman.engines.torchtitan import Router
 
     gate = Linear.Config(in_features=DIM, out_features=EXPERTS, bias=False)
     own = TokenChoiceTopKRouter.Config(num_experts=EXPERTS, gate=gate, top_k=k, **settings)
     experts = GroupedExperts.Config(dim=DIM, hidden_dim=HIDDEN, num_experts=EXPERTS)
-    dispatcher = LocalTokenDispatcher.Config(num_experts=EXPERTS, top_k=k)
-    layer = MoE.Config(
+    dispatcher = (AllToAllTokenDispatcher if divided else LocalTokenDispatcher).Config(num_experts=EXPERTS, top_k=k)
+    config = MoE.Config(
         num_experts=EXPERTS, router=own if spec is None else Router.Config.like(own, spec), load_balance_coeff=None,
         routed_experts=RoutedExperts.Config(inner_experts=experts, token_dispatcher=dispatcher),
-    ).build()  # fmt: skip
+    )  # fmt: skip
+    if divided:
+        set_moe_sharding_config(
+            config, enable_ep=True, enable_sp=False, expert_param_layout=dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"))
+        )
+    layer = config.build()
     inner = layer.routed_experts.inner_experts
     with torch.no_grad():
         for parameter in inner.parameters():
@@ -116,19 +108,24 @@ def torchtitan(spec: str | None, k: int = 2, **settings: Any) -> Built:
 
 
 def olmo_core(spec: str | None, k: int = 2, **settings: Any) -> Built:
-    from olmo_core.nn.moe import MoEConfig, MoERouterConfig
+    """With its own Triton kernels, in Triton's interpreter (TRITON_INTERPRET=1)."""
+    from olmo_core.kernels import moe as kernels
+    from olmo_core.nn.moe import MoEConfig, MoERouterConfig, MoEType
 
     from pointsman.engines.olmo_core import RouterConfig
 
     router = MoERouterConfig(top_k=k, **settings) if spec is None else RouterConfig(spec=spec, top_k=k)
     config = MoEConfig(
-        num_experts=EXPERTS, hidden_size=HIDDEN, router=router, lb_loss_weight=None, capacity_factor=float(EXPERTS)
+        name=MoEType.dropless, num_experts=EXPERTS, hidden_size=HIDDEN, router=router, lb_loss_weight=None
     )
     layer = config.build(DIM)
-    layer.experts = LoopOfExperts()
+    for kernel in vars(kernels).values():
+        if hasattr(kernel, "configs"):
+            kernel.configs = kernel.configs[:1]  # with one there is nothing to measure on a GPU
 
     def weights() -> dict[str, Tensor]:
-        return {name: value.detach() for name, value in layer.experts.named_parameters()}
+        own = {name: value.detach().view(EXPERTS, HIDDEN, DIM) for name, value in layer.experts.mlp.named_parameters()}
+        return {"w_gate": own["w1"], "w_in": own["w3"], "w_out": own["w2"].mT}
 
     def own() -> Tensor:
         found: Tensor = layer.router.weight.view(EXPERTS, DIM)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,8 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         importlib.import_module(BUILDERS[name][0])
     except ImportError:
         pytest.skip(f"{BUILDERS[name][0]} is not installed")
+    if name == "olmo_core" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("OLMo-core's kernels need TRITON_INTERPRET=1 on a CPU")
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor)  # torchtitan's experts would round
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")  # Megatron's own router moves itself there
     torch.manual_seed(0)
@@ -102,11 +105,11 @@ def test_the_engines_layer_equals_ours_forward_and_gradient(engine: str, spec: s
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-4, atol=1e-5)
     theirs = dict(built.router.named_parameters())
     for name, parameter in layer.router.named_parameters():
-        torch.testing.assert_close(theirs[name].grad, parameter.grad, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(theirs[name].grad.view_as(parameter), parameter.grad, rtol=1e-3, atol=1e-5)
     step_end(built.layer)
     pointsman.step_end(layer)
     for name, value in layer.router.state_dict().items():  # a bias has moved, a norm is kept
-        torch.testing.assert_close(built.router.state_dict()[name], value)
+        torch.testing.assert_close(built.router.state_dict()[name].view_as(value), value)
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])

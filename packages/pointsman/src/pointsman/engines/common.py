@@ -6,13 +6,16 @@ B sequences, T tokens each, E experts, k chosen ones.
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pointsman.control import step_end as step_end_of
 from pointsman.delivery import Deliver
+from pointsman.parallel.shard import without_scalars
 from pointsman.ranks import Ranks
 from pointsman.routers.frame.registry import build_router, parse_spec
 from pointsman.routers.frame.router import Router
@@ -78,7 +81,22 @@ def carried(
         raise refuse("the number of experts differs between tokens, and this layer takes k for every token")
     if not (ragged or dropped or routing.experts.is_meta) and bool((routing.experts < 0).any()):
         raise refuse("it drops choices, and this layer takes k experts for every token")
+    without_scalars(router)  # the engines' FSDP refuses parameters without dimensions
     return router
+
+
+def redraw(router: Router, fresh: Router) -> None:
+    """Gives a router the weights of another of its spec, also where an engine has divided them over ranks."""
+    own = {**dict(router.named_parameters()), **dict(router.named_buffers())}
+    with torch.no_grad():
+        for name, value in [*fresh.named_parameters(), *fresh.named_buffers()]:
+            held = own[name]
+            if held.is_meta:
+                continue
+            value = value.to(held.device, held.dtype).view(held.shape)
+            if isinstance(held, DTensor):
+                value = distribute_tensor(value, held.device_mesh, held.placements)
+            held.copy_(value)
 
 
 def deliver(weights: Tensor, router: Router, routing: Routing, scale: Tensor) -> Tensor:
@@ -106,7 +124,11 @@ def dense(routing: Routing) -> tuple[Tensor, Tensor]:
     return zeros.index_add(0, place, weight.reshape(-1)).view(tokens, -1)[:, 1:], chosen
 
 
-def step_end(model: nn.Module) -> None:
-    """Once after each optimizer step: `pointsman.step_end`, with what was counted added up over all ranks."""
+def step_end(model: nn.Module, group: Any = None) -> None:
+    """Once after each optimizer step: `pointsman.step_end`, with what was counted added up over ranks.
+
+    Args:
+        group: the process group of the ranks that hold the same layers; None: all. Pipeline parallelism needs it.
+    """
     together = dist.is_available() and dist.is_initialized()
-    step_end_of(model, Ranks(count=dist.get_world_size() if together else 1).add_up)
+    step_end_of(model, Ranks(count=dist.get_world_size(group) if together else 1, group=group).add_up)

@@ -6,7 +6,6 @@ scale its recipes set). Call `pointsman.engines.common.step_end(model)` after ea
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from nemo_automodel.components.moe.layers import Gate, MoE
 from nemo_automodel.components.moe.megatron.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor, nn
 
-from pointsman.engines.common import carried, deliver
+from pointsman.engines.common import carried, deliver, redraw
+from pointsman.routers.frame.router import Router
 from pointsman.routing import Routing, RoutingContext
 
 ENGINE = "NeMo Automodel"
@@ -35,16 +35,22 @@ class PointsmanGate(nn.Module):
     _last_expert_load: Tensor | None = None
     _last_aux_loss: Tensor | None = None
 
-    def __init__(self, own: Gate, spec: str) -> None:
+    def __init__(self, own: Gate, spec: str, seed: int = 0) -> None:
         super().__init__()
         for name in ("aux_loss_coeff", "bias_update_factor"):
             if getattr(own, name):
                 raise ValueError(f"{ENGINE}: {name}={getattr(own, name)} is Gate's: set 0; the spec says it all")
         self.dim, self.n_experts, self.topk, self.spec = own.dim, own.n_experts, own.topk, spec
         self.router_weights_fp32, self.aux_loss_coeff = own.router_weights_fp32, 0.0
-        sizes = {"dim": self.dim, "num_experts": self.n_experts, "top_k": self.topk}
-        self._built = partial(carried, ENGINE, spec, **sizes, dropped=True)
+        self.seed = seed
         self.router = self._built().to(own.weight.device)
+
+    def _built(self) -> Router:
+        """The same on every rank: NeMo seeds them differently, and what is frozen in a router is never gathered."""
+        sizes = {"dim": self.dim, "num_experts": self.n_experts, "top_k": self.topk}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return carried(ENGINE, self.spec, **sizes, dropped=True)
 
     def forward(self, x: Tensor, token_mask: Tensor, cp_mesh: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """[tokens, dim] -> weights [tokens, k], experts [tokens, k], the sum of the losses.
@@ -67,12 +73,14 @@ class PointsmanGate(nn.Module):
 
     def init_weights(self, buffer_device: torch.device, init_std: float = 0.02) -> None:
         """Draws the router's weights anew."""
-        device = next(iter([*self.router.parameters(), *self.router.buffers()])).device
-        self.router.load_state_dict({name: value.to(device) for name, value in self._built().state_dict().items()})
+        redraw(self.router, self._built())
 
 
-def replace_gates(model: nn.Module, spec: str) -> nn.Module:
+def replace_gates(model: nn.Module, spec: str, seed: int = 0) -> nn.Module:
     """Puts a router of ours into every `MoE` of a model, in place; returns the model.
+
+    Args:
+        seed: of the first layer's weights, plus 1 for each layer after it.
 
     Raises:
         ValueError: the model has no MoE of NeMo's, or one of its gates cannot be replaced; nothing has changed.
@@ -83,6 +91,7 @@ def replace_gates(model: nn.Module, spec: str) -> nn.Module:
     for name, layer in layers:
         if not isinstance(layer.gate, Gate):
             raise ValueError(f"replace_gates: layer {name!r}: {type(layer.gate).__name__} is not a Gate of NeMo's")
-    for layer, gate in [(layer, PointsmanGate(layer.gate, spec)) for _, layer in layers]:
+    gates = [PointsmanGate(layer.gate, spec, seed + place) for place, (_, layer) in enumerate(layers)]
+    for (_, layer), gate in zip(layers, gates, strict=True):
         layer.gate = gate
     return model

@@ -15,7 +15,7 @@ import torch
 from olmo_core.nn.moe.router import MoERouter, MoERouterConfig
 from torch import Tensor
 
-from pointsman.engines.common import carried, deliver
+from pointsman.engines.common import carried, deliver, redraw
 from pointsman.routing import Routing
 
 ENGINE = "OLMo-core"
@@ -56,8 +56,7 @@ class Router(MoERouter):  # type: ignore[misc]
         """Draws the router's weights anew: OLMo builds models without memory."""
         super().reset_parameters()
         if "router" in self._modules:
-            fresh = self._built().state_dict()
-            self.router.load_state_dict({name: value.to(self.device) for name, value in fresh.items()})
+            redraw(self.router, self._built())
 
     def forward(
         self, x: Tensor, *, loss_div_factor: Tensor | float | None = None

@@ -4,7 +4,8 @@
     config.moe.load_balance_coeff = None     # the bias of torchtitan's own router
 
 torchtitan divides the main loss by the tokens of the whole step and sums gradients over micro-batches and ranks, so the
-router's losses must be divided by their number: `set_loss_scale(model, 1 / (accumulation * data-parallel degree))`.
+router's losses must be divided by their number: `set_loss_scale(model, 1 / (accumulation * data-parallel degree))`,
+where the degree is that of shards times replicas times context.
 Call `pointsman.engines.common.step_end(model)` after each optimizer step. Tensor parallelism is not supported.
 """
 
@@ -14,12 +15,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import spmd_types as spmd
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torchtitan.distributed.spmd_types import set_current_spmd_mesh
+from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.protocols.module import Module
 
-from pointsman.engines.common import carried, deliver
+from pointsman.engines.common import carried, deliver, redraw
 from pointsman.routing import Routing
 
 ENGINE = "torchtitan"
@@ -62,27 +65,35 @@ class Router(Module):  # type: ignore[misc]
         """[B, T, dim] -> weights [B, T, k], experts [B, T, k], probabilities [B, T, E].
 
         Raises:
-            ValueError: torchtitan's own balancing bias is on, or the input is divided over ranks.
+            ValueError: torchtitan's own balancing bias is on.
         """
         if expert_bias_E is not None:
             raise ValueError(f"{ENGINE}: set load_balance_coeff=None: this router's balance is said in its spec")
-        if isinstance(x_BLD, DTensor):
-            raise ValueError(f"{ENGINE}: tensor parallelism divides a sequence, which this router sees whole")
         routing: Routing = self.router(x_BLD)
         weights, shape = deliver(routing.weights, self.router, routing, self.loss_scale), x_BLD.shape[:2]
         return tuple(one.reshape(*shape, -1).contiguous() for one in (weights, routing.experts, routing.probs))  # type: ignore[return-value]
 
+    def parallelize(self, parallel_dims: Any) -> None:
+        """Tells torchtitan that every rank holds the whole router.
+
+        Raises:
+            ValueError: tensor parallelism, or the backend that makes every tensor a DTensor.
+        """
+        if parallel_dims.tp_enabled:
+            raise ValueError(f"{ENGINE}: tensor parallelism divides a sequence, which this router sees whole")
+        if parallel_dims.spmd_backend == "full_dtensor":
+            raise ValueError(f"{ENGINE}: spmd_backend='full_dtensor': allowed: 'spmd_types', 'partial_dtensor'")
+        super().parallelize(parallel_dims)
+        if parallel_dims.spmd_backend == "spmd_types":
+            layout = dense_param_placement(tp=spmd.R)
+            names = [axis.value for axis in layout.axes()]
+            with set_current_spmd_mesh(parallel_dims.get_optional_mesh(names, include_singleton_axes=True)):
+                for tensor in [*self.parameters(), *self.buffers()]:
+                    spmd.assert_type(tensor, layout.axis_types, layout.partition_spec)
+
     def _init_self_parameters(self) -> None:
         """Draws the router's weights anew: after `to_empty` there are none."""
-        fresh, device = self._built(), self.loss_scale.device
-        own = {**dict(self.router.named_parameters()), **dict(self.router.named_buffers())}
-        with torch.no_grad():
-            for name, value in [*fresh.named_parameters(), *fresh.named_buffers()]:
-                held = own[name]
-                value = value.to(device=held.device if held.device.type != "meta" else device, dtype=held.dtype)
-                if isinstance(held, DTensor):
-                    value = distribute_tensor(value, held.device_mesh, held.placements)
-                held.copy_(value)
+        redraw(self.router, self._built())
 
     def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
         self.loss_scale = torch.ones((), device=buffer_device or self.loss_scale.device)

@@ -71,7 +71,7 @@ def parallelize(
         ranks.agree({name: tuple(tensor.shape) for name, tensor in state.items()}, "the shapes of weights")
     else:
         ranks.agree(_digest(state), "the initial weights")
-    _without_scalars(model)
+    without_scalars(model)
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
     kind = device or ranks.gather(next(model.parameters()).device.type)[0]
@@ -266,7 +266,7 @@ def _digest(state: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _without_scalars(model: nn.Module) -> None:
+def without_scalars(model: nn.Module) -> None:
     """Parameters without dimensions become [1]: `fully_shard` takes no others. Loading fits either to the other."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
