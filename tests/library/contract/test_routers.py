@@ -69,6 +69,7 @@ PLAIN = [
     "soft:slots=2",
     "depths:share=0.5:gate=sigmoid",
     "smoe:weigh=input",
+    "smoe@noisy-topk:init=normal",
 ]
 
 

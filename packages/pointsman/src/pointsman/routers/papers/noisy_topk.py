@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman.ops.drawing import randn_like
+from pointsman.ops.linear import upcast
 from pointsman.ops.selection import top_k
 from pointsman.routers.frame.entries import LayerSpec, NotNegative, register_router
 from pointsman.routers.frame.scoring import extended, linear
@@ -40,6 +41,7 @@ class Noisy(Scorer):
             both = linear(hidden, torch.cat([self.weight, self.noise_weight]))  # one product reads the tokens once
             clean, noise = (part.contiguous() for part in both.chunk(2, -1))
         else:
+            hidden = upcast(hidden)  # once, so that the two gradients are not added in half precision
             scored = Scored.of(super().forward(hidden, context))
             clean, noise = scored.logits, linear(hidden, self.noise_weight)
         std = F.softplus(noise)
