@@ -136,6 +136,12 @@ def test_routers_explains_names_mixers_and_specs(capsys: pytest.CaptureFixture[s
     assert "X-MoE" in text
     assert "Attention-Inform" in text
     assert "balance: weight of the balance loss" in text
+    assert main(["routers"]) == 0
+    scores, choice = " ".join(capsys.readouterr().out.split()).split("as scores, ")[1].split(" as choice, ")
+    assert "hyperrouter" in scores
+    assert "loss-free" not in scores
+    assert "hyperrouter" in choice
+    assert "sigma" not in choice
 
 
 def test_data_that_cannot_be_used(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

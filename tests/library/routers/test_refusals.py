@@ -83,6 +83,7 @@ MISTAKES = {
     "xmoe@loss-fre": "did you mean 'loss-free'",
     "xmoe@loss-free:ratee=1": "did you mean 'rate'",
     "smoe@xmoe@base": "at most one choice",
+    "smoe+similarity@loss-free": "the mixer comes last",
     "similarity@smoe": "'similarity' is a mixer",
     "dense@smoe": "has no router and takes no options",
     "smoe@similarity": "'similarity' is a mixer; put it behind",

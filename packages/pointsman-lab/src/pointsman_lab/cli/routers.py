@@ -68,9 +68,14 @@ def listing() -> str:
 
     mixers = ["mixers, on any router that chooses by its scores: ROUTER+MIXER", *lines(list_mixers(), "+")]
     baselines = ["baselines without a router", *(f"  {name:<20} {text}" for name, text in BASELINES.items())]
+    both = {name: entry(name).halves for name in list_routers()}
+    own = ", ".join(name for name, (scores, _) in both.items() if scores != both["smoe"][0])
+    best = ", ".join(name for name, (_, choice) in both.items() if choice == "The k best.")
     spec = (
         "a spec: scores[:option=value]*[@choice[:option=value]*][+mixer[:option=value]*]; A@B scores as A, chooses as B"
     )
+    spec += f"\nas scores, NAME@…: {own} have their own; all others are a trained linear map W h + b"
+    spec += f"\nas choice, …@NAME: by the lines above; {best} take the k best"
     spec += "\n`pointsman routers NAME` explains one, as scores and as choice"
     return "\n".join(["routers", *lines(list_routers()), "", *mixers, "", *baselines, "", spec])
 

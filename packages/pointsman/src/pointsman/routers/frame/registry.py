@@ -69,6 +69,8 @@ def parse_spec(spec: str) -> ParsedSpec:
     parts = spec.strip().split("+")
     if len(parts) > 2:
         raise ValueError(f"router spec {spec!r}: at most one mixer, as in 'smoe+similarity'")
+    if "@" in parts[-1] and len(parts) == 2:
+        raise ValueError(f"router spec {spec!r}: the mixer comes last: scores@choice+mixer")
     pair = parts[0].split("@")
     if len(pair) > 2:
         raise ValueError(f"router spec {spec!r}: at most one choice, as in 'xmoe@loss-free'")
