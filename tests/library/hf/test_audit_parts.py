@@ -243,6 +243,11 @@ def test_experts_that_no_token_chooses_can_go_and_a_guessing_model_gets_no_advic
     assert tried["reap", 6]["serving"]["memory"]["bfloat16"] < tried["reap", 7]["serving"]["memory"]["bfloat16"]
     kept = min((one for one in tried.values() if one["within"]), key=lambda one: (one["kept"], one["mean"]))
     assert any(f"With {kept['kept']} of 8 experts" in line for line in replace(found, protocol={}).findings())
+    one = {"mean_k": 1.5, "share": 0.002, "share_half": 0.001, "kept": True}
+    budgets = [{**one, "kind": "greedy", "mean_k": 1.0, "kept": None}, {**one, "kind": "exact, mean k 1.5"}]
+    tried = [{**each, "ks": dict(zip(found.layers, (2, 1), strict=True))} for each in budgets]
+    told = replace(found, protocol={}, quality=found.quality[1:], analyses={"schedules": tried}).findings()
+    assert "With k by layer (2, 1; mean 1.5) the loss changes by +0.20% ± 0.10% on held-out text." in told
     assert any("The loss is that of guessing" in line for line in found.findings())
     assert not any("experts a layer" in line or "k = 1" in line for line in found.findings())
     other = hf.audit(zoo.tiny_model("jetmoe"), tokenizer(), texts(8), top_k=[2], length=16)

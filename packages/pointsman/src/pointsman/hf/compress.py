@@ -86,7 +86,8 @@ class Compression:
         lines = [
             f"# {self.protocol['model']}: {self.experts} of {self.before} experts a layer, {self.method}", "",
             f"Weights in bf16: {before:,.1f} to {after:,.1f} MiB. "
-            f"{stays:.1%} of the original's choices keep their expert."
+            + (f"{stays:.1%} of the original's choices keep their expert." if stays < 1 - 1e-9 else
+               "Every chosen expert is kept or merged.")
             + ("" if beats_random(self.random["difference"]) else " Random pruning to this size is no worse here."), "",
         ]  # fmt: skip
         if self.even is not None:

@@ -131,13 +131,13 @@ class AuditResult:
             )
         elif len(self.quality) > 1 and self._loss() is not None:
             said.append("No other k has a lower loss beyond its interval.")
-        tried = {one["kind"]: one for one in self.analyses.get("schedules", ())}
-        for one in [tried[kind] for kind in ("exact", "greedy") if kind in tried][:1]:
-            if one["kept"] and self.top_k and one["mean_k"] < self.top_k:
-                said.append(
-                    f"With k by layer ({_listed(one['ks'].values())}; mean {one['mean_k']:.3g}) the loss changes by "
-                    f"{one['share']:+.2%} ± {one['share_half']:.2%} on held-out text."
-                )
+        tried = [one for one in self.analyses.get("schedules", ()) if len(set(one["ks"].values())) > 1 and one["kept"]]
+        one = min(tried, key=lambda row: (row["mean_k"], row["share"]), default=None)
+        if one is not None and self.top_k and one["mean_k"] < min(self.top_k, cheapest or self.top_k):
+            said.append(
+                f"With k by layer ({_listed(one['ks'].values())}; mean {one['mean_k']:.3g}) the loss changes by "
+                f"{one['share']:+.2%} ± {one['share_half']:.2%} on held-out text."
+            )
         said += self._prunings()
         for one in self.analyses.get("answers", ()):
             times = one["times"] or {}
@@ -179,9 +179,10 @@ class AuditResult:
             )
         for one in (self.analyses.get("coverage") or ())[-1:]:
             if one["reached"] and one["tokens"]:
+                first = "" if one["first_tokens"] == one["tokens"] else f" (its first {one['first_tokens']:,} do)"
                 said.append(
                     f"{one['tokens']:,} tokens of this text reach {one['reached']:,} of {one['experts']:,} experts "
-                    f"{one['times']} times each (its first {one['first_tokens']:,} do)."
+                    f"{one['times']} times each{first}."
                 )
         for what, found in (("got no text token", self.dead()), (hot, self.hot())):
             if found:
