@@ -209,6 +209,22 @@ def test_a_bug_put_back_turns_its_line_red_and_no_other(line: str) -> None:
     assert {name for name, verdict in found.items() if verdict.holds is False} == {line}, found
 
 
+class NeverArrives(Pointsman):
+    """NeMo Automodel#1408: the balance loss is computed and reaches no gradient."""
+
+    def backward(self, model: Any, batches: Sequence[Batch], setting: Setting) -> None:
+        for one in batches:
+            main = model(**one).loss
+            (main + (pointsman.add_losses(main, model) - main).detach()).div(len(batches)).backward()
+
+
+def test_a_loss_that_reaches_no_gate_is_red_and_not_a_trainer_without_one() -> None:
+    found = {one: judged(one, NeverArrives(), Setting()) for one in QUICK}
+    asked = {"accumulation", "padding", "packing", "checkpointing", "top-k", "per layer"}
+    assert {name for name, verdict in found.items() if verdict.holds is False} == asked, found
+    assert "reaches no gate" in found["accumulation"].told
+
+
 def test_the_opposite_direction_is_red_at_its_k() -> None:
     found = judged("top-k", Opposite(), Setting())
     assert found.holds is False

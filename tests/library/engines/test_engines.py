@@ -208,6 +208,25 @@ def test_megatrons_schedule_sets_the_scale_of_the_losses() -> None:
     torch.testing.assert_close(gradients[1], gradients[0] / 4)
 
 
+def test_megatrons_sequence_parallelism_does_not_multiply_the_losses() -> None:
+    """Each rank routes its part of a sequence, and Megatron adds up the gradients of the parts."""
+    pytest.importorskip("megatron.core.transformer.moe.router")
+    from pointsman.engines.megatron import router
+
+    config = BUILDERS["megatron"][1]("smoe").layer.config  # type: ignore[union-attr]
+    hidden, gradients = torch.randn(4, 3, DIM), []
+    for ranks, per_token in ((1, False), (2, False), (1, True), (2, True)):
+        torch.manual_seed(0)
+        config.tensor_model_parallel_size, config.sequence_parallel = ranks, ranks > 1
+        config.calculate_per_token_loss = per_token
+        one = router("smoe:balance=0.5")(config)
+        for part in hidden[:2].repeat(2, 1, 1).chunk(ranks):  # equal parts have equal loads
+            (one(part)[0].sum() * 0).backward()
+        gradients.append(one.router.score.weight.grad / (12 if per_token else 1))
+    for found in gradients[1:]:
+        torch.testing.assert_close(found, gradients[0])
+
+
 def test_olmo_divides_the_losses_as_it_divides_its_own() -> None:
     pytest.importorskip("olmo_core.nn.moe")
     router = BUILDERS["olmo_core"][1]("smoe:balance=0.5").layer.router

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pointsman.testing.trainers.case import BIAS_RATE, DIM, Batch, Setting
+from pointsman.testing.trainers.case import BIAS_RATE, DIM, Batch, NotApplicable, Setting
 from pointsman_lab.checks.layers import HIDDEN, Layer, OfLayers
 
 
@@ -132,6 +132,8 @@ class Torchtitan(OfEngine):
 
         from pointsman.engines.torchtitan import Router
 
+        if setting.balance == "own" and setting.coefficient:
+            raise NotApplicable("it adds no balance loss")
         gate = Linear.Config(in_features=DIM, out_features=setting.experts, bias=False)
         own = TokenChoiceTopKRouter.Config(num_experts=setting.experts, gate=gate, top_k=setting.k)
         experts = GroupedExperts.Config(dim=DIM, hidden_dim=HIDDEN, num_experts=setting.experts)
