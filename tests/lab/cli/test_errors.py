@@ -93,6 +93,7 @@ def test_a_name_that_python_takes_for_ascii_is_not_called_damaged(tmp_path: Path
         ([*COMPARE, "--task-steps", "3"], "--task-steps has no effect without --task"),
         ([*COMPARE, "--task", "sst2", "--task-set", "epochs=1"], "unknown setting 'epochs'"),
         ([*COMPARE, "--task", "sst2", "--task-set", "model.dim=8"], "model.dim cannot be set"),
+        ([*COMPARE, "--task", "sst2", "--task-set", "eval_split=valid"], "eval_split cannot be set: no fine-tuning"),
         ([*COMPARE, "--task", "sst2", "--task-steps", "3", "--task-epochs", "1"], "--task-epochs exclude each other"),
         ([*COMPARE, "--freeze", "router"], "--freeze has no effect without --task"),
         (["compare", "--task", "sst2", "--out", "c", "--steps", "3"], "--steps has no effect without --routers"),

@@ -9,6 +9,7 @@ import pytest
 
 from pointsman._errors import RunError
 from pointsman_lab.models.encoder import EncoderConfig
+from pointsman_lab.recipes import preset as run_of
 from pointsman_lab.training.config import RunConfig, differing_settings
 from pointsman_lab.training.config import settings as all_settings
 from pointsman_lab.training.k_schedule import doublings
@@ -58,6 +59,17 @@ def test_overrides_are_read_as_their_type(settings: Settings) -> None:
     assert config.deterministic is True
     assert config.model.pre_norm is True
     assert config.steps == 1000
+
+
+@pytest.mark.parametrize(
+    ("preset", "unread"),
+    [("tiny-vit", "segment_length"), ("tiny-mlm", "eval_split"), ("tiny-mt", "memory_length")],
+)
+def test_what_nothing_reads_cannot_be_set(preset: str, unread: str) -> None:
+    config = run_of(preset)
+    assert unread not in all_settings(config.model.family)
+    with pytest.raises(RunError, match=f"{unread}.*do not read it"):
+        config.with_overrides({unread: "3"})
 
 
 def test_every_setting_but_the_derived_ones_can_be_set(settings: Settings) -> None:

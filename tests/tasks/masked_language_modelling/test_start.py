@@ -112,7 +112,7 @@ def test_a_run_starts_from_the_folder(folder: Path, tmp_path: Path, capsys: pyte
     spec = f"multilingual:{text}"
     arguments = ["train", "--from", str(folder), "--preset", "tiny-mlm", "--router", "xmoe", "--data", spec,
                  "--steps", "1", "--set", "batch_size=2", "--set", "accumulation=1", "--set", "segment_length=24",
-                 "--set", "eval_segment_length=24", "--set", "model.num_experts=4", "--set", "model.moe_layers=after:2",
+                 "--set", "model.num_experts=4", "--set", "model.moe_layers=after:2",
                  "--set", "learning_rate=1e-30", "--set", "eval_tokens=100", "--set", "valid_tokens=100",
                  "--top-k", "1", "--out", str(tmp_path / "run")]  # fmt: skip
     assert main(arguments) == 0

@@ -57,6 +57,7 @@ class TaskEntry:
         presets: preset -> settings of a run; those of its model under "model"; besides "family", "router" (the
             published one) and "vocabulary" (the published number of tokens).
         settings: name -> setting that runs of all these families have.
+        unread: settings of every run that nothing reads in runs of these families.
         learns: names that `finetune --task` takes.
         learns_files: whether it also learns what a file or folder holds.
         together: of `learns`, those that published tables show in one row.
@@ -69,6 +70,7 @@ class TaskEntry:
     levels: tuple[str, ...] = ()
     presets: Mapping[str, Values] = MappingProxyType({})
     settings: Mapping[str, Setting] = MappingProxyType({})
+    unread: frozenset[str] = frozenset()
     learns_files = False
     together: tuple[str, ...] = ()
     records: tuple[str, ...] = ()

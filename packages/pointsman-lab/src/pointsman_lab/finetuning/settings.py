@@ -16,6 +16,8 @@ from pointsman_lab.registry import learner
 from pointsman_lab.training.config import RunConfig
 
 CHECKPOINT_EVERY = 250
+UNREAD = {"data", "memory_length", "eval_memory_length", "eval_segment_length", "eval_split", "valid_tokens"}
+"""Settings of a run that no fine-tuning reads: the task gives the data and their parts, its rows have one length."""
 VALIDATIONS = 10  # of a run whose best validation chooses the evaluated weights
 
 
@@ -130,6 +132,8 @@ class Finetuning:
         changed = {key for key in self.settings if key.startswith("model.") and key not in ("model.dropout",)}
         if changed and not self.from_scratch:
             raise RunError(f"{min(changed)} cannot be set: the model is that of the pre-trained run")
+        if unread := sorted(UNREAD & self.settings.keys()):
+            raise RunError(f"{unread[0]} cannot be set: no fine-tuning reads it")
         replace(pretrained, accumulation=1).with_overrides(self.settings)
 
     def config(self, pretrained: RunConfig, data: Any, seed: int) -> RunConfig:

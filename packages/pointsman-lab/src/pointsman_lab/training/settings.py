@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Any
 
-from pointsman_lab.registry import family, own_settings
+from pointsman_lab.registry import family, own_settings, trains
 
 DERIVED = {
     "model.seed": "set seed",
@@ -36,8 +36,9 @@ GONE: Mapping[str, Any] = {
 
 
 def derived(family_name: str) -> dict[str, str]:
-    """The settings of runs of this family that follow from others, or from the data -> why."""
-    return DERIVED | {f"model.{name}": why for name, why in family(family_name).of_the_data.items()}
+    """The settings of runs of this family that follow from others or from the data, or that nothing reads -> why."""
+    unread = dict.fromkeys(trains(family_name).unread, f"models of the family {family_name!r} do not read it")
+    return DERIVED | unread | {f"model.{name}": why for name, why in family(family_name).of_the_data.items()}
 
 
 def without_effect(family_name: str) -> Set[str]:

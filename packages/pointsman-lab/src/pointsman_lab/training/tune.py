@@ -19,6 +19,7 @@ from pointsman.routers.frame.entries import BASELINES
 from pointsman_lab.runs.comparison import read_comparison, read_plan
 from pointsman_lab.runs.paths import slug
 from pointsman_lab.training.compare import Plan
+from pointsman_lab.training.config import settings as all_settings
 from pointsman_lab.training.k_schedule import parse_top_k
 
 SEED = 1000
@@ -113,7 +114,8 @@ def tuned(
         for choice in choices(told):
             settings = {key: value for key, value in choice if key != ROUTER}
             base = plan.base.with_overrides({
-                **settings, "steps": str(steps), "eval_top_k": str(k), "eval_split": "valid",
+                **settings, "steps": str(steps), "eval_top_k": str(k),
+                **({"eval_split": "valid"} if "eval_split" in all_settings(plan.base.model.family) else {}),
             })  # fmt: skip
             specs = {row: spec_of(row, choice) for row in rows if choice in left[row]}
             if not specs:

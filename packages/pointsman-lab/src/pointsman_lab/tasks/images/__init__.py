@@ -52,6 +52,7 @@ class Images(TaskEntry):
     levels = ("class",)
     presets = PRESETS
     settings = SETTINGS
+    unread = frozenset({"memory_length", "eval_memory_length", "segment_length", "eval_segment_length"})
     records = ("robust-*.json",)
 
     def config(self, family: str) -> Any:

@@ -65,6 +65,7 @@ class MaskedLanguageModelling(TaskEntry):
     levels = ("piece",)
     presets = PRESETS
     settings = SETTINGS
+    unread = frozenset({"memory_length", "eval_memory_length", "eval_segment_length", "eval_split"})
 
     def config(self, family: str) -> Any:
         from pointsman_lab.models.encoder import EncoderConfig

@@ -34,6 +34,7 @@ class Translation(TaskEntry):
     families = ("encoder-decoder",)
     presets = PRESETS
     settings = SETTINGS
+    unread = frozenset({"memory_length", "eval_memory_length", "eval_segment_length"})
 
     def config(self, family: str) -> Any:
         from pointsman_lab.tasks.translation.model import TranslationConfig
