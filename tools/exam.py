@@ -31,7 +31,6 @@ from pointsman_lab.report.cell import metric
 from pointsman_lab.report.results import tidy
 from pointsman_lab.runs.comparison import read_comparison
 from pointsman_lab.runs.paths import COMPARISON
-from tools.results.inference import Judged, judge
 
 ROOT = Path(__file__).parents[1]
 PAPERS = ("smoe", "hyperrouter", "xmoe", "smoe-dropout", "loss-free")
@@ -44,22 +43,6 @@ COMPOSED = ("hyperrouter@loss-free", "xmoe@loss-free", "smoe-dropout@loss-free",
             "loss-free:nulls=8", "smoe:gate=sigmoid")  # fmt: skip
 SEEDS = 8
 COMMIT = "f13f6b7"
-CLAIMS = (
-    ("HyperRouter", "any-k", "hyperrouter", "smoe"),
-    ("HyperRouter", "any-k", "hyperrouter", "smoe-dropout"),
-    ("HyperRouter", "any-k-growing", "hyperrouter", "smoe"),
-    ("HyperRouter", "any-k-growing", "hyperrouter", "smoe-dropout"),
-    ("HyperRouter", "clusters", "hyperrouter", "smoe-dropout"),
-    ("X-MoE", "collapse", "xmoe", "smoe"),
-    ("X-MoE", "norms", "xmoe", "smoe"),
-    ("Mutual-Inform", "neighbours", "smoe+similarity", "smoe"),
-    ("Mutual-Inform", "neighbours", "smoe+similarity", "smoe+uniform"),
-    ("Mutual-Inform", "neighbours-causal", "smoe+similarity", "smoe"),
-    ("Mutual-Inform", "sources", "smoe+similarity", "smoe"),
-    ("Mutual-Inform", "sources", "smoe+attention", "smoe"),
-)
-"""(paper, task, row, base): the row's score is above the base's."""
-MARGIN = 0.05
 DRAWS = 2000
 LEAST_ROUTERS = 5
 ENOUGH_ROUTERS = 10
@@ -135,7 +118,6 @@ def text(cells: Cells, tasks: Sequence[str], rows: Sequence[str], measured: Mapp
         [task, name, f"{rho:+.2f}", f"{low:+.2f} to {high:+.2f}", str(count)]
         for task, name, rho, (low, high), count, _ in found
     ]
-    claims = Grid(["claim of", "on", "row", "against", "score, difference", "p", "verdict"], papers(cells), labels=4)
     ranks = Grid(["task", "comparison", "Spearman's rho", "95 %", "routers"], shown, labels=2)
     paragraphs = [f"### {task}\n\n{paragraph(cells, task, card.rows)}" for task in tasks]
     return "\n\n".join(
@@ -143,32 +125,16 @@ def text(cells: Cells, tasks: Sequence[str], rows: Sequence[str], measured: Mapp
             "# The exam of all routers", first,
             "Made by `python -m tools.exam page DIR` from `python -m tools.exam run DIR`. [What it is](guide.md).",
             f"Its runs are of commit {COMMIT}: 8 seeds a cell; a cell without a figure has not been run.",
-            card.markdown().strip(), "## Claims of the papers",
-            "Paired by seed, two-sided, corrected by Benjamini and Hochberg's method over this table. Exploratory: the "
-            "list was written when the first scores had been seen. Equivalent: "
-            f"within {MARGIN} of the score. `smoe+uniform` is the control of the mixers.",
-            claims.markdown(), "## Which tasks stay", verdicts.markdown(), "## What was learned", *paragraphs,
+            card.markdown().strip(),
+            "Which of the papers' claims hold here: [claims](../results/claims.md), family exam. The list was written "
+            "when the first scores had been seen.",
+            "## Which tasks stay", verdicts.markdown(), "## What was learned", *paragraphs,
             "## Does the exam predict?",
             "Rank correlation over routers of mean scores and mean figures (k = 2 where it was evaluated); the "
             f"interval is a bootstrap over routers, {DRAWS} draws, not corrected for the number of pairs.",
             ranks.markdown() if shown else "Too few routers are in both.",
         ]
     ) + "\n"  # fmt: skip
-
-
-def papers(cells: Cells) -> list[list[str]]:
-    """The lines of `CLAIMS` with their verdicts; a line without eight seeds of both rows has not been run."""
-    values = [difference(cells, task, row, base).values for _, task, row, base in CLAIMS]
-    tests = iter(judge([Judged(one, MARGIN) for one in values if len(one) >= SEEDS], "exploratory"))
-    lines = []
-    for (paper, task, row, base), one in zip(CLAIMS, values, strict=True):
-        if len(one) < SEEDS:
-            lines.append([paper, task, row, base, NONE, NONE, "not run"])
-            continue
-        judged = next(tests)
-        figure = f"{judged.mean:+.2f} ± {judged.half:.2f}"
-        lines.append([paper, task, row, base, figure, f"{judged.p:.1g}", judged.verdict("more")])
-    return lines
 
 
 def paragraph(cells: Cells, task: str, rows: Sequence[str]) -> str:

@@ -16,6 +16,8 @@ from pointsman._errors import RunError, did_you_mean
 from pointsman._files import read_json, write_whole
 from pointsman._grid import NONE, Grid
 from pointsman._shapes import check_shape
+from pointsman_lab.exam.exam import record
+from pointsman_lab.exam.scores import Cells, difference
 from pointsman_lab.report.cell import LEAST_SEEDS
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import Comparison, read_comparison, read_plan
@@ -78,6 +80,8 @@ class Tested:
         if claim.measure:
             base_k = f" at k = {claim.base_k}" if claim.base_k else ""
             return f"`{claim.grid}`: `{claim.row}` against `{claim.base}`{base_k}, {claim.measured.text}"
+        if claim.exam:
+            return f"[exam](../exam/index.md), {claim.exam}: `{claim.row}` against `{claim.base}`"
         over = f": `{claim.row}` over `{claim.base}`, against {claim.limit:g}" if claim.timings else ""
         return f"`{claim.test}`{over}"
 
@@ -119,14 +123,15 @@ class Page:
         """
         commands, families, claims = read_claims(folder / CLAIMS)
         grids = {name: read_comparison(folder / name) for name in commands if (folder / name / COMPARISON).is_file()}
+        cells = record() if any(one.exam for one in claims) else {}
         specs = {name: tuned_rows(folder / name) for name in grids}
         claims = [tuned_claim(one, specs.get(one.grid, {})) for one in claims]
         tested = [
             Tested(
                 one,
-                values_of(one, one.base, grids) or over_limit(one, folder),
-                values_of(one, one.control, grids) if one.control else None,
-                one.measured.unit(grids.get(one.grid)) if one.measure else "of the time" if one.timings else "",
+                values_of(one, one.base, grids, cells) or over_limit(one, folder),
+                values_of(one, one.control, grids, cells) if one.control else None,
+                unit_of(one, grids),
                 families[one.family].seeds,
             )
             for one in claims
@@ -230,7 +235,7 @@ def judged_by_family(tested: Sequence[Tested], families: Mapping[str, Family]) -
 
 
 def _kind(one: Tested) -> tuple[str, str, str]:
-    return one.claim.family, one.claim.grid, one.claim.measure
+    return one.claim.family, one.claim.grid or one.claim.exam, one.claim.measure
 
 
 def _options(comparison: Comparison | None) -> str:
@@ -241,8 +246,17 @@ def _options(comparison: Comparison | None) -> str:
     return f"--routers {','.join(rows)} \\\n    --seeds {seeds} "
 
 
-def values_of(claim: Claim, other: str, grids: Mapping[str, Comparison]) -> list[float]:
+def unit_of(claim: Claim, grids: Mapping[str, Comparison]) -> str:
+    """Of the difference."""
+    if claim.measure:
+        return claim.measured.unit(grids.get(claim.grid))
+    return "of the time" if claim.timings else "of the score" if claim.exam else ""
+
+
+def values_of(claim: Claim, other: str, grids: Mapping[str, Comparison], cells: Cells) -> list[float]:
     """The claim's row minus another row, one a seed that both have; none where either has not been run."""
+    if claim.exam:
+        return list(difference(cells, claim.exam, claim.row, other).values)
     comparison = grids.get(claim.grid)
     if not other or comparison is None or not claim.measure:
         return []

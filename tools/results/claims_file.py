@@ -43,6 +43,13 @@ A claim about time compares the turns of a benchmark, which timed both rows one 
     row = "smoe+similarity"
     base = "smoe"
     limit = 1.07               # "less": the row's time over the base's is below it
+
+One about the exam compares scores of the record that the package carries, in the family "exam":
+
+    exam = "any-k"             # the task
+    row = "hyperrouter"
+    base = "smoe-dropout"
+    expected = "more"
 """
 
 from __future__ import annotations
@@ -57,6 +64,7 @@ from pointsman._errors import RunError, did_you_mean
 from pointsman._files import read_text
 from pointsman._shapes import check_shape
 from pointsman._values import typed_fields
+from pointsman_lab.exam.registry import TASKS
 from pointsman_lab.report.cell import LEAST_SEEDS
 from tools.results.inference import CORRECTIONS
 from tools.results.measures import MARGINS, UNITS, Measure
@@ -101,6 +109,7 @@ class Claim:
     task: str = ""
     shift: str = ""
     timings: str = ""
+    exam: str = ""
     limit: float = 0.0
     test: str = ""
     family: str = ""
@@ -110,7 +119,7 @@ class Claim:
     @property
     def equal_within(self) -> float:
         """A difference within plus and minus this counts as none."""
-        return self.margin or MARGINS.get(self.measure, 0.01)
+        return self.margin or MARGINS.get("score" if self.exam else self.measure, 0.01)
 
     @property
     def measured(self) -> Measure:
@@ -137,7 +146,11 @@ def read_claims(file: Path) -> tuple[dict[str, list[str]], dict[str, Family], li
             raise RunError(f"{where}: unknown measure {claim.measure!r}: {did_you_mean(claim.measure, UNITS)}")
         if claim.measure and claim.grid not in commands:
             raise RunError(f"{where}: unknown grid {claim.grid!r}: {did_you_mean(claim.grid, commands)}")
-        family = "time" if claim.timings else grids.get(claim.grid, {}).get("family", "language")
+        if claim.exam and claim.exam not in TASKS:
+            raise RunError(f"{where}: unknown task {claim.exam!r} of the exam: {did_you_mean(claim.exam, TASKS)}")
+        family = (
+            "time" if claim.timings else "exam" if claim.exam else grids.get(claim.grid, {}).get("family", "language")
+        )
         claims.append(replace(claim, family=claim.family or family))
     families = {name: Family(**of) for name, of in values.get("families", {}).items()}
     for name, family in families.items():

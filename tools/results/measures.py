@@ -31,6 +31,7 @@ MARGINS = {
     "entropy": 0.05, "mixed entropy": 0.05, "imbalance": 0.1, "experts": 0.1, "attack": 0.02, "accuracy": 1.0,
     "transfer": 1.0, "english": 1.0, "collapse": 0.5, "neighbours": 1.0, "own weight": 0.05,
     "effective experts": 0.25, "information": 0.05, "drop": 1.0, "outliers": 1.0, "moved": 0.01, "consistency": 0.05,
+    "score": 0.05,
 }  # fmt: skip
 """Measure -> the difference that counts as none, in its unit; of all others 0.01."""
 

@@ -16,6 +16,7 @@ from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import read_comparison
 from pointsman_lab.tasks.images.robust_table import robust_tables
 from tests.lab.report.fixtures import write_comparison, write_finetuning, write_run
+from tools.results import claims
 from tools.results.claims import Page
 from tools.results.claims_file import CLAIMS
 from tools.results.measures import DIAGNOSED, Measure
@@ -168,6 +169,24 @@ def test_claims_about_time_compare_turns(folder: Path) -> None:
         (folder / "time.json").write_text(json.dumps({"seconds": {"smoe": turns, "ahead": [1.0, 2.0, 3.0]}}))
         with pytest.raises(RunError, match="a time above 0 is expected for every turn"):
             Page.read(folder)
+
+
+def test_claims_about_the_exam_compare_scores_of_its_record(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"oracle": 0.0, "plain": 1.0, "smoe": 0.5, "xmoe": 0.2}
+    cells = {("norms", row): {"runs": {str(s): {"value": value + 0.01 * s * (row == "xmoe")} for s in range(8)}}
+             for row, value in values.items()}  # fmt: skip
+    monkeypatch.setattr(claims, "record", lambda: cells)
+    one = claim("xmoe", measure="", grid="", exam="norms", expected="more", control="thor", margin=0.05)
+    (folder / CLAIMS).write_text(PAGE + one + one.replace("'norms'", "'many'"))
+    page = Page.read(folder)
+    held, missing = page.tested
+    assert held.values == pytest.approx([0.3 - 0.01 * seed for seed in range(8)])
+    assert (held.verdict, held.against_control, missing.verdict) == ("holds", "`thor`: not run", "not run")
+    assert "| [exam](../exam/index.md), norms: `xmoe` against `smoe` | +0.265 ± " in page.markdown()
+    assert list(page.families) == ["exam"]
+    (folder / CLAIMS).write_text(PAGE + one.replace("'norms'", "'norm'"))
+    with pytest.raises(RunError, match="unknown task 'norm' of the exam"):
+        Page.read(folder)
 
 
 @pytest.mark.parametrize(
