@@ -184,6 +184,7 @@ def test_strangers_files(changes: dict[str, Any], says: str, capsys: pytest.Capt
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == 1
     assert says in said[0]
+    assert said[0].startswith("pointsman: bad.pointsman")
     assert not Path("bad").exists()
     assert sorted(file.name for file in Path().iterdir()) == ["bad.pointsman", "good", "good.pointsman"]
 

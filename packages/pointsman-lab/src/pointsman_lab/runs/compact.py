@@ -138,9 +138,13 @@ def read_record(folder: Path) -> Iterator[dict[str, Any]]:
         RunError: a line that is no entry of this format; names file and line.
     """
     file = folder / RECORD
-    if not file.is_file():
-        return
-    for number, line in enumerate(read_lines(file), 1):
+    if file.is_file():
+        yield from entries_of(read_lines(file), file)
+
+
+def entries_of(lines: Iterable[bytes], file: Path) -> Iterator[dict[str, Any]]:
+    """The same of the lines of a record that `file` holds."""
+    for number, line in enumerate(lines, 1):
         try:
             entry = parse_json(line.decode())
             if not isinstance(entry, dict) or entry.get("format") != FORMAT or not _is_whole(entry):

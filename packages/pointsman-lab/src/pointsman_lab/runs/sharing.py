@@ -23,12 +23,11 @@ from pointsman._files import (
     read_ordinary,
     read_whole_json,
     replacing,
-    scratch_folder,
     within,
     write_whole,
 )
 from pointsman._shapes import check_shape, inflated, shape_of
-from pointsman_lab.runs.compact import RECORD, line_of, packed, read_record, record_of, written
+from pointsman_lab.runs.compact import RECORD, entries_of, line_of, packed, record_of, written
 from pointsman_lab.runs.named import source_of
 from pointsman_lab.runs.paths import COMPARISON, CONFIG, EVALUATION, slug
 
@@ -142,12 +141,9 @@ def open_shared(file: Path, out: Path) -> Opened:
         for name, content in _exam_files(file, record).items():
             write_whole(within(out, *name.split("/")), json.dumps(content) + "\n")
         return _others(told, out)
-    with scratch_folder(out.absolute().parent) as scratch:
-        with open_new(scratch / RECORD) as opened:
-            opened.write(record.encode())
-        entries = list(read_record(scratch))  # checked before anything is written
-        if not entries or (told["comparison"] is None and len(entries) > 1):
-            raise RunError(f"{file}: damaged: {len(entries)} runs in it")
+    entries = list(entries_of(record.encode().splitlines(), file))  # checked before anything is written
+    if not entries or (told["comparison"] is None and len(entries) > 1):
+        raise RunError(f"{file}: damaged: {len(entries)} runs in it")
     if told["comparison"] is None:
         for name, content in entries[0]["files"].items():
             write_whole(within(out, *name.split("/")), written(content))
