@@ -26,11 +26,11 @@ INTERVALS = (
 COLUMNS = {
     "entropy": "of the gate's distribution, nats",
     "margin": "score of the last chosen expert minus that of the next",
-    "in use": "exp of the load's entropy",
+    "used": "experts in use, exp of the load's entropy",
     "hot": "over three times an even share",
-    "separation": "spread of the gate's inputs within an expert's tokens over that between experts, larger is less "
+    "apart": "spread of the gate's inputs within an expert's tokens over that between experts, larger is less "
     "collapsed",
-    "identity": "nats that the token says of its expert",
+    "token": "nats that the token says of its expert",
     "bf16": "share of tokens with other experts where the gate computes in bf16",
     "moved": "with another first expert than in the other checkpoint",
 }
@@ -243,7 +243,7 @@ class AuditResult:
             ]  # fmt: skip
             lines += [Grid(["k", "answers", "tokens a prompt", "times own k"], rows, code=False).markdown(), ""]
             lines += ["Tokens until the answer, or until the text ends; ± is over prompts.", ""]
-        columns = "layer, entropy, margin, in use, dead, hot, separation, identity, bf16, moved"
+        columns = "layer, entropy, margin, used, dead, hot, apart, token, bf16, moved"
         rows, names = [], short_names(self.layers)
         for name, layer in self.layers.items():
             load = layer["load"]
