@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pointsman._files import write_whole
 from pointsman_lab.cli.main import main
 from pointsman_lab.runs.comparison import read
 from pointsman_lab.runs.named import remember
@@ -63,6 +64,8 @@ def test_source_and_data_of_the_sender(
     here = str(Path("mine.py").resolve())
     remember(here)
     change(run / "config.json", imports=[here, "a.module"], data=str(Path("mytext.txt").resolve()) + ":level=char")
+    change(run / "evaluation.json", protocol={"data": f"{Path('mytext.txt').resolve()}: bytes, V 11"})
+    write_whole(run / "checkpoints" / "step-2" / "state.json", '{"data": "0123abcd"}')
     (run / "vocabulary.json").write_text("{}")
     (run / "explorer.json").write_text("{}")
     assert main(["share", "run", "--out", str(tmp_path / "receiver" / "a.pointsman")]) == 0
@@ -72,7 +75,9 @@ def test_source_and_data_of_the_sender(
     said = capsys.readouterr().out
     assert "raise SystemExit" in said
     assert "\x1b" not in said
-    assert "mytext.txt, 108 bytes, sha256" in said
+    assert "data: mytext.txt: bytes, V 11, 108 bytes, sha256" in said
+    assert "fingerprint 0123abcd" in said
+    assert "name yours with --data" in said
     assert "'a.module'" in said
     assert not [name for name in sys.modules if name.startswith("pointsman_import_")]
     assert Path("theirs/sources/mine.py").read_text() == SOURCE + "# \x1b[31mred\n"

@@ -100,7 +100,9 @@ def run_open(words: Sequence[str]) -> int:
     data = found.data
     size = f", {data['bytes']:,} bytes, sha256 {data['sha256']}" if "sha256" in data else ""
     mark = f", fingerprint {data['fingerprint']}" if data.get("fingerprint") else ""
-    print(printable(f"data: {data['name']}{size}{mark}; not in the file: name yours with --data"))
+    print(printable(f"data: {data.get('about') or data['name']}{size}{mark}"))
+    known = f"docs/data.md says where {data['name']} comes from" if "sha256" not in data else "name yours with --data"
+    print(printable(f"they are not in the file: {known}"))
     if (out / "comparison.json").is_file():
         print(write_tables(out))
     if (out / EXAM).is_file():

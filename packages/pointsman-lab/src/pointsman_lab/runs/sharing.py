@@ -27,9 +27,10 @@ from pointsman._files import (
     write_whole,
 )
 from pointsman._shapes import check_shape, inflated, shape_of
+from pointsman_lab.runs.checkpoints import STATE, steps_of
 from pointsman_lab.runs.compact import RECORD, entries_of, line_of, packed, record_of, written
 from pointsman_lab.runs.named import source_of
-from pointsman_lab.runs.paths import COMPARISON, CONFIG, EVALUATION, slug
+from pointsman_lab.runs.paths import CHECKPOINTS, COMPARISON, CONFIG, EVALUATION, slug
 
 FORMAT, VERSION = "pointsman-share", 1
 EXAM, SOURCES = "exam.json", "sources"
@@ -37,7 +38,7 @@ HERE = "@shared@"
 """Stands for the receiver's folder in recorded paths."""
 SHAPE = {
     "kind!": str, "name!": str, "comparison!": dict | None, "record!": str, "sources!": {"*": str}, "modules!": [str],
-    "data!": {"name!": str, "fingerprint": str, "bytes": int, "sha256": str}, "papers!": str,
+    "data!": {"name!": str, "fingerprint": str, "bytes": int, "sha256": str, "about": str}, "papers!": str,
 }  # fmt: skip
 _CELL = re.compile(r"cells/[A-Za-z0-9_-]+/exam-[^/\\:\x00-\x1f]+\.json")
 _SOURCE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}\.py")
@@ -92,6 +93,8 @@ def share(folder: Path, out: Path, papers: str = "", cells: Mapping[str, Any] | 
     modules = [one for one in settings.get("imports") or () if isinstance(one, str) and not one.endswith(".py")]
     data, places = _data(str(settings.get("data") or ("the exam's tasks" if cells else "")), plan or {})
     moved |= {place: Path(place).name for place in places}
+    if cells is None:
+        data |= _moved(_read_as(folder, next(entries_of(record.encode().splitlines(), folder))["files"]), moved)
     told = {
         "format": FORMAT, "version": VERSION, "kind": "exam" if cells else "run" if plan is None else "comparison",
         "name": folder.resolve().name, "comparison": _moved(plan, moved), "record": _moved(record, moved),
@@ -116,6 +119,16 @@ def _data(name: str, plan: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
     sums = [checksum(one.resolve()) for one in files]
     told = {"bytes": sum(one["bytes"] for one in sums), "sha256": ", ".join(one["sha256"] for one in sums)}
     return found | told, list(map(str, files))
+
+
+def _read_as(folder: Path, files: Mapping[str, Any]) -> dict[str, Any]:
+    """How a run's evaluation describes its data, and the fingerprint that its checkpoints have."""
+    evaluation: Mapping[str, Any] = next((of for name, of in files.items() if name.endswith(EVALUATION)), {})
+    about = (evaluation.get("protocol") or {}).get("data")
+    steps = steps_of(folder / CHECKPOINTS)
+    state = (read_whole_json(folder / CHECKPOINTS / f"step-{steps[0]}" / STATE) if steps else None) or {}
+    found = {"about": about, "fingerprint": state.get("data")}
+    return {name: value for name, value in found.items() if isinstance(value, str)}
 
 
 def _moved(value: Any, moved: Mapping[str, str]) -> Any:
