@@ -31,7 +31,8 @@ def test_the_report_reads_it(tmp_path: Path) -> None:
     assert all(html.escape(sentence) in page for sentence in result.findings())
     assert "MixtralForCausalLM" in page
     order = ["Load of every expert", "Findings", "Loss at every k", "Change of the loss", "Routing by layer",
-             "Domains apart", "Coverage for calibration", "Super experts", "Experts that go together", "k by layer",
+             "Routing by domain", "Domains apart",
+             "Coverage for calibration", "Super experts", "Experts that go together", "k by layer",
              "Cost to serve", "Expert-parallel placement", "Cache of hot experts"]  # fmt: skip
     places = [page.index(f"<h3>{title}") for title in order]
     assert places == sorted(places)

@@ -87,7 +87,7 @@ SHAPES: dict[str, Any] = {
         "layers": {"*": {
             "load": {"share": [MAYBE], "dead": [int], "effective": MAYBE}, "num_experts": int, "collapse": dict,
             "entropy": dict, "margin": dict, "specialisation": dict, "bfloat16": dict,
-            "domains": {"*": {"share": [MAYBE]}}, "co_activation": {"pairs": [PAIR]},
+            "domains": {"*": {"share": [MAYBE], "entropy": MAYBE, "margin": MAYBE}}, "co_activation": {"pairs": [PAIR]},
         }},
         "answers": [
             {"top_k!": int | None, "prompts!": int, "reached!": dict | None, "gained": dict | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from math import exp, log
 from typing import Any
 
 from pointsman._grid import NONE, Grid
@@ -31,8 +32,17 @@ def audit_parts(comparison: Comparison) -> list[dict[str, Any]]:
 
 def _parts(audit: Found) -> list[dict[str, Any]]:
     layers: Found = audit.get("layers") or {}
-    made = [_quality(audit), _change(audit), _routing(layers), _domains(audit), _specialists(audit), _tokens(audit)]
-    made += [_coverage(audit), _prunings(audit), _dropped(audit), _super(audit), _across(audit), _answers(audit)]
+    made = [_quality(audit), _change(audit), _routing(layers), _by_domain(audit), _domains(audit)]
+    made += [
+        _specialists(audit),
+        _tokens(audit),
+        _coverage(audit),
+        _prunings(audit),
+        _dropped(audit),
+        _super(audit),
+        _across(audit),
+        _answers(audit),
+    ]
     made += [_schedules(audit), _memory(audit), _serving(audit), _placement(audit), _cache(audit)]
     return [{**part, "words": WORDS.get(part["title"], ())} for part in made if part["grid"] and part["grid"].rows]
 
@@ -110,6 +120,24 @@ def _routing(layers: Found) -> dict[str, Any]:
         "of one expert over that between experts; larger is less collapsed. Token identity: nats that the token "
         "itself says of its expert; 0 is nothing. Experts in use: exp of the load's entropy. Nearly dead: below a "
         "tenth of an even share. Others in bf16: tokens whose experts change where the gate computes in bf16.",
+    }  # fmt: skip
+
+
+def _by_domain(audit: Found) -> dict[str, Any]:
+    names = list(audit.get("domains") or {})
+    rows = []
+    for layer, of in (audit.get("layers") or {}).items():
+        parts = [(of.get("domains") or {}).get(name) or {} for name in names]
+        entropies = [-sum(x * log(x) for x in one.get("share") or () if x and x > 0) for one in parts]
+        rows += [
+            [short_layer(layer), "entropy", *_numbers(*(one.get("entropy") for one in parts))],
+            [short_layer(layer), "margin", *_numbers(*(one.get("margin") for one in parts))],
+            [short_layer(layer), "experts in use", *(f"{exp(min(one, 50)):.1f}" for one in entropies)],
+        ]
+    grid = Grid(["layer", "figure", *names], rows, labels=2) if len(names) > 1 else None
+    return {
+        "title": "Routing by domain", "grid": grid,
+        "note": "The figures of the table above, of each part of the text alone.",
     }  # fmt: skip
 
 
