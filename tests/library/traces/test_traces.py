@@ -131,6 +131,17 @@ def test_a_damaged_file_is_refused(content: bytes, told: str, tmp_path: Path) ->
         RoutingTrace.load(file)
 
 
+def test_a_layer_by_another_name_is_refused(tmp_path: Path) -> None:
+    chosen = {f"layer.{index}": torch.zeros(3, 1, dtype=torch.int16) for index in range(2)}
+    file = RoutingTrace(chosen, dict.fromkeys(chosen, 2), torch.tensor([3])).save(tmp_path / "a")
+    whole = file.read_bytes()
+    for old, new in ((rb"layer.0\": 2", rb"layer.1\": 2"), (b'"layer.0.experts"', b'"layer.7.experts"')):
+        assert old in whole
+        file.write_bytes(whole.replace(old, new))
+        with pytest.raises(RunError, match="name other layers"):
+            RoutingTrace.load(file)
+
+
 def test_every_cut_of_a_file_is_refused(trace: RoutingTrace, tmp_path: Path) -> None:
     whole = trace.save(tmp_path / "t.safetensors").read_bytes()
     for length in (4, 100, len(whole) // 2, len(whole) - 1):

@@ -132,6 +132,10 @@ class RoutingTrace:
                 if header.get("version") != VERSION:
                     raise RunError(f"{file}: a trace of version {header.get('version')!r}; this one reads {VERSION}")
                 experts = {str(name): int(number) for name, number in dict(header["layers"]).items()}
+                known = {"lengths", "hashes", *(f"{layer}.{part}" for layer in experts for part in PARTS)}
+                if wrong := sorted(names - known) or sorted(f"{layer}.experts" for layer in experts
+                                                            if f"{layer}.experts" not in names):  # fmt: skip
+                    raise RunError(f"{file}: damaged: its header and its tensors name other layers ({wrong[0]!r})")
                 parts: dict[str, dict[str, Tensor]] = {part: {} for part in PARTS}
                 for layer in experts:
                     for part, dtype in PARTS.items():
