@@ -57,7 +57,7 @@ def stepped(coefficient: float, ours: bool, batch: int, accumulation: int, avera
 
 def main(out: str, whose: str) -> None:
     found = {}
-    for micro, accumulation in ((8 // WORLD, 1), (2 // WORLD, 4)):
+    for micro, accumulation in ((8 // WORLD, 1), (2 // WORLD, 4), (1, 8)):
         for average in (True, False):
             step = [stepped(value, whose == "ours", micro, accumulation, average) for value in (1.0, 0.0)]
             found[f"{WORLD} ranks, accumulation {accumulation}, average {average}"] = step[0] - step[1]
