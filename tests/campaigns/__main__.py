@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -35,6 +36,11 @@ def main() -> int:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; allowed: {', '.join(CAMPAIGNS)}")
     if values.program and len(values.names) != 1:
         parser.error("--program needs one NAME")
+    names = values.names or list(CAMPAIGNS)
+    if len(names) > 1:  # each in a process of its own: what one leaves in its process (hooks, threads) spoils no other
+        flags = [word for word in sys.argv[1:] if word not in values.names]
+        ended = [subprocess.run([sys.executable, __file__, name, *flags]).returncode for name in names]
+        return int(any(ended))
     seed = int.from_bytes(os.urandom(4), "big") if values.seed == "random" else int(values.seed)
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TERM": "dumb"}
     os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
@@ -43,30 +49,28 @@ def main() -> int:
     import frame  # all that follows imports torch, which reads the environment
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    held, home = True, Path.cwd()
-    for name in values.names or CAMPAIGNS:
-        with tempfile.TemporaryDirectory(prefix=f"campaign-{name}-") as made:
-            folder = Path(made).resolve()
-            os.environ |= {
-                "XDG_CACHE_HOME": str(folder / "cache"),
-                "MPLCONFIGDIR": str(folder / "cache" / "matplotlib"),
-            }
-            (folder / "fixtures").mkdir()
-            (folder / "programs").mkdir()
-            module, kind = CAMPAIGNS[name].split(".")
-            campaign = getattr(importlib.import_module(module), kind)()
-            campaign.prepare(folder / "fixtures")
-            if values.program:
-                outcome = frame.outcome_of(campaign, json.loads(values.program), folder / "programs")
-                print(outcome.failure or f"it holds: {dict(outcome.counts)}")
-                held = outcome.failure is None
-            else:
-                count = values.count or campaign.usual
-                held &= frame.run(
-                    campaign, seed=seed, count=count, jobs=values.jobs, folder=folder / "programs",
-                    failures=values.failures,
-                )  # fmt: skip
-        os.chdir(home)  # a campaign may have left for its folder, which is gone
+    [name] = names
+    with tempfile.TemporaryDirectory(prefix=f"campaign-{name}-") as made:
+        folder = Path(made).resolve()
+        os.environ |= {
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            "MPLCONFIGDIR": str(folder / "cache" / "matplotlib"),
+        }
+        (folder / "fixtures").mkdir()
+        (folder / "programs").mkdir()
+        module, kind = CAMPAIGNS[name].split(".")
+        campaign = getattr(importlib.import_module(module), kind)()
+        campaign.prepare(folder / "fixtures")
+        if values.program:
+            outcome = frame.outcome_of(campaign, json.loads(values.program), folder / "programs")
+            print(outcome.failure or f"it holds: {dict(outcome.counts)}")
+            held = outcome.failure is None
+        else:
+            count = values.count or campaign.usual
+            held = frame.run(
+                campaign, seed=seed, count=count, jobs=values.jobs, folder=folder / "programs",
+                failures=values.failures,
+            )  # fmt: skip
     return 0 if held else 1
 
 
