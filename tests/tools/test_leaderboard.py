@@ -40,7 +40,7 @@ def scaled(layer):
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def submitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A track of its own with an entry."""
     folder = tmp_path_factory.mktemp("leaderboard")
