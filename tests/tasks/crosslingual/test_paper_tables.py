@@ -71,10 +71,14 @@ def comparison(tmp_path: Path) -> Path:
 def test_a_figure_within_two_errors_of_its_floor_is_marked() -> None:
     lines = {("switch", 1): {"en": Cell({0: 0.61}), "de": Cell({0: 0.57})}}
     floors = {"en": ("majority", 0.5), "de": ("majority", 0.5)}
-    table = LanguageTable("xtreme-xnli", ["en", "de"], lines, metric("accuracy"), "", floors, {"en": 0.05, "de": 0.05})
-    figures, floor, errors = table.grid().rows
+    errors, costs = {"en": 0.05, "de": 0.05}, {"switch": {"flops": 1_120_000, "active": 458_077, "total": 722_269}}
+    table = LanguageTable("xtreme-xnli", ["en", "de"], lines, metric("accuracy"), "", floors, errors, costs)
+    figures, floor, error = table.grid().rows
+    assert figures[3:] == ["1.12", "458,077", "722,269"]
+    assert table.csv().splitlines()[1].endswith("1120000,458077,722269")
+    figures = figures[:3]
     assert [cell.endswith(" °") for cell in figures[1:]] == [False, True]
-    assert (floor[0], errors[0]) == ("floor", "standard error over items")
+    assert (floor[0], error[0]) == ("floor", "standard error over items")
     assert "not above its floor by two standard errors" in table.caption
 
 
@@ -102,6 +106,7 @@ def test_a_line_without_a_figure_names_the_data_it_needs(comparison: Path) -> No
     table = paper_tables(comparison, "x-moe").tables[0]
     place = [column.name for column in table.published.columns].index("XNLI")
     assert not any(place == column for found in table.ours.values() for _, column in found)
+    assert table.note == "No figures of ours: XNLI, average; they need the published files of XTREME's seven tasks."
 
 
 def test_tables_3_and_6_are_filled_by_freezing_and_balance(tmp_path: Path) -> None:

@@ -305,6 +305,7 @@ def test_corruptions_of_a_comparison(
     assert "Corrupted images" in (comparison / "report.html").read_text()
     [table] = [one for one in robust_tables(read_comparison(comparison)) if one.kind == "c"]
     assert table.by_corruption is not None
+    assert table.grids[0].header[-3:] == ["mflop", "active", "params"]
     [clean] = set(table.by_corruption.rows[0][1:])  # nothing was corrupted
     assert clean == f"{float(table.grids[0].rows[0][1]):.1f}"
     assert {f"robust-c.{ending}" for ending in ("txt", "csv", "md", "tex")} <= {p.name for p in comparison.iterdir()}

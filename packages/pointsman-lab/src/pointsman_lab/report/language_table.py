@@ -1,17 +1,17 @@
-"""Tables of routers at every k x columns; the one by language has mean, transfer gap, floors, and standard errors."""
+"""The table by language: routers at every k, mean, transfer gap, floors, standard errors, and what a token costs."""
 
 from __future__ import annotations
 
 import statistics
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from pointsman._grid import NONE, Grid
 from pointsman._values import finite, mean_of
 from pointsman_lab.report.cell import Cell, Metric, metric
 from pointsman_lab.report.forms import Forms
+from pointsman_lab.report.tables import COST, COSTS, COUNTED, CSV_COSTS, cost_cells, cost_of
 from pointsman_lab.runs.record import RunRecord
 
 AT_FLOOR = "°"
@@ -23,88 +23,27 @@ Line = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class LineTable(Forms):
-    """Figures of routers at every k.
+class LanguageTable(Forms):
+    """Figures of routers at every k by language.
 
     Attributes:
         name: of its files.
-        columns: titles, in order.
+        columns: the languages, then "mean" and what else there is.
         lines: (router, k) -> column -> figures over seeds.
+        metric: of the cells. note: the protocol in words.
+        floors: column -> (name, figure) of the best prediction without a model.
+        errors: column -> standard error over items, mean over runs.
+        costs: router -> what a token costs at the k of training, where that is recorded.
     """
 
     name: str
     columns: Sequence[str]
     lines: Mapping[Line, Mapping[str, Cell]]
-
-    @property
-    @abstractmethod
-    def caption(self) -> str:
-        """What the columns are."""
-
-    @abstractmethod
-    def shown(self, cell: Cell, column: str, *, sign: bool = False) -> str:
-        """A cell as text."""
-
-    @property
-    def file(self) -> str:
-        return self.name
-
-    def grid(self) -> Grid:
-        """The figures as text."""
-        rows = [
-            [f"{router} k={k}", *(self.shown(cells[column], column) for column in self.columns)]
-            for (router, k), cells in self.lines.items()
-        ]
-        return Grid(["router", *self.columns], rows, caption=self.caption)
-
-    def difference_grid(self) -> Grid:
-        """Paired differences to the first router at the same k."""
-        first = next(iter(self.lines))[0]
-        base = {k: cells for (router, k), cells in self.lines.items() if router == first}
-        rows = []
-        for (router, k), cells in self.lines.items():
-            other = base.get(k) or next(iter(base.values()))  # a model without routers has one k
-            if router != first:
-                minus = {column: cells[column].minus(other[column]) for column in self.columns}
-                shown = [self.shown(cell, column, sign=True) for column, cell in minus.items()]
-                rows.append([f"{router} k={k}", *shown])
-        caption = f"Paired differences to {first}, seed by seed: mean ± sample standard deviation."
-        return Grid(["router", *self.columns], rows, caption=caption)
-
-    def shown_grids(self) -> list[Grid]:
-        """The figures, then the paired differences."""
-        return [self.grid(), self.difference_grid()]
-
-    def csv(self, title: str = "column", more: Mapping[str, Mapping[str, float]] | None = None) -> str:
-        """One line a router, k and column, in full precision.
-
-        Args:
-            title: of the columns' names.
-            more: further titles -> figure of each column.
-        """
-        more = more or {}
-        rows: list[list[Any]] = [
-            [router, k, column, cell.mean, cell.std, len(cell.values), *(of.get(column) for of in more.values())]
-            for (router, k), cells in self.lines.items()
-            for column, cell in cells.items()
-        ]
-        return Grid(["router", "k", title, "mean", "std", "seeds", *more], rows).csv()
-
-
-@dataclass(frozen=True)
-class LanguageTable(LineTable):
-    """Figures by language: columns are languages, then "mean" and what else there is.
-
-    Attributes:
-        metric: of the cells. note: the protocol in words.
-        floors: column -> (name, figure) of the best prediction without a model.
-        errors: column -> standard error over items, mean over runs.
-    """
-
     metric: Metric
     note: str
     floors: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     errors: Mapping[str, float] = field(default_factory=dict)
+    costs: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, runs: Sequence[RunRecord], name: str, note: str = "", split: str = "test") -> LanguageTable | None:
@@ -147,7 +86,10 @@ class LanguageTable(LineTable):
             found = [result["languages"].get(column, {}) if column in languages else result for _, _, result in rows]
             if (error := mean_of(one.get("error") for one in found)) is not None:
                 errors[column] = error
-        return cls(name, list(columns), lines, metric(str(first["metric"])), note, floors, errors)
+        routers = dict.fromkeys(run.router for run, _, _ in rows)
+        costs = {router: cost_of(run for run, _, _ in rows if run.router == router) for router in routers}
+        costs = costs if any(costs.values()) else {}
+        return cls(name, list(columns), lines, metric(str(first["metric"])), note, floors, errors, costs)
 
     def at_floor(self, line: Line, column: str) -> bool:
         """Whether a figure is not above its floor by two standard errors."""
@@ -157,20 +99,44 @@ class LanguageTable(LineTable):
     def shown(self, cell: Cell, column: str, *, sign: bool = False) -> str:
         return cell.text(4, sign=sign) if column == "nats_per_character" else cell.shown(self.metric, sign=sign)
 
+    @property
+    def file(self) -> str:
+        return self.name
+
     def grid(self) -> Grid:
         """Routers x languages as text, then floors and errors."""
-        grid = super().grid()
-        rows = [
-            [label, *(f"{cell} {AT_FLOOR}" if self.at_floor(line, column) else cell
-                      for column, cell in zip(self.columns, cells, strict=True))]
-            for line, (label, *cells) in zip(self.lines, grid.rows, strict=True)
-        ]  # fmt: skip
+        rows = []
+        for (router, k), cells in self.lines.items():
+            shown = [
+                self.shown(cells[column], column) + (f" {AT_FLOOR}" if self.at_floor((router, k), column) else "")
+                for column in self.columns
+            ]
+            rows.append([f"{router} k={k}", *shown, *(cost_cells(self.costs[router]) if self.costs else ())])
+        costs = [title.lower() for title in COSTS] if self.costs else []
         floors = {column: value for column, (_, value) in self.floors.items()}
         for title, found in (("floor", floors), ("standard error over items", self.errors)):
             if found:
-                shown = {column: f"{self.metric.scale * v:.{self.metric.decimals}f}" for column, v in found.items()}
-                rows.append([title, *(shown.get(column, NONE) for column in self.columns)])
-        return replace(grid, rows=rows)
+                figures = {column: f"{self.metric.scale * v:.{self.metric.decimals}f}" for column, v in found.items()}
+                rows.append([title, *(figures.get(column, NONE) for column in (*self.columns, *costs))])
+        return Grid(["router", *self.columns, *costs], rows, caption=self.caption)
+
+    def difference_grid(self) -> Grid:
+        """Paired differences to the first router at the same k."""
+        first = next(iter(self.lines))[0]
+        base = {k: cells for (router, k), cells in self.lines.items() if router == first}
+        rows = []
+        for (router, k), cells in self.lines.items():
+            other = base.get(k) or next(iter(base.values()))  # a model without routers has one k
+            if router != first:
+                minus = {column: cells[column].minus(other[column]) for column in self.columns}
+                shown = [self.shown(cell, column, sign=True) for column, cell in minus.items()]
+                rows.append([f"{router} k={k}", *shown])
+        caption = f"Paired differences to {first}, seed by seed: mean ± sample standard deviation."
+        return Grid(["router", *self.columns], rows, caption=caption)
+
+    def shown_grids(self) -> list[Grid]:
+        """The figures, then the paired differences."""
+        return [self.grid(), self.difference_grid()]
 
     @property
     def caption(self) -> str:
@@ -185,15 +151,25 @@ class LanguageTable(LineTable):
                 f" {AT_FLOOR}: not above its floor by two standard errors over items. Floors, predictions without a "
                 f"model: {names}."
             )
+        if self.costs:
+            words += f" {COUNTED}."
         return words
 
     @property
     def head(self) -> str:
         return f"{self.name}: {self.note}" if self.note else ""
 
-    def csv(self, title: str = "language", more: Mapping[str, Mapping[str, float]] | None = None) -> str:
-        floors = {column: value for column, (_, value) in self.floors.items()}
-        return super().csv(title, {"floor": floors, "standard error over items": self.errors})
+    def csv(self) -> str:
+        """One line a router, k and language, in full precision."""
+        rows: list[list[Any]] = []
+        for (router, k), cells in self.lines.items():
+            cost = [self.costs[router].get(name) for name in COST] if self.costs else []
+            for column, cell in cells.items():
+                _, floor = self.floors.get(column, (None, None))
+                line = [router, k, column, cell.mean, cell.std, len(cell.values), floor, self.errors.get(column)]
+                rows.append([*line, *cost])
+        header = ["router", "k", "language", "mean", "std", "seeds", "floor", "standard error over items"]
+        return Grid([*header, *(CSV_COSTS if self.costs else ())], rows).csv()
 
 
 def _of_language(language: str) -> Figure:

@@ -47,6 +47,16 @@ class PaperComparison:
         header = ["", "", *(column.name for column in table.columns)]
         return Grid(header, rows, caption=f"{table.number}: {table.title}", code=False, labels=2)
 
+    @property
+    def note(self) -> str:
+        """The table's note; where some columns have figures of ours, what the others need."""
+        filled = {j for found in self.ours.values() for (_, j), cell in found.items() if cell.values}
+        empty = [column.name for j, column in enumerate(self.published.columns) if j not in filled]
+        if not filled or not empty:
+            return self.published.note
+        needs = f"; they need {self.published.needs}" if self.published.needs else ""
+        return " ".join(filter(None, [self.published.note, f"No figures of ours: {', '.join(empty)}{needs}."]))
+
     def _printed(self, value: float | None) -> str:
         if value is None:
             return NONE
@@ -75,7 +85,7 @@ class PaperTables(Forms):
         parts = [f"{self.paper.citation}\n{self.paper.link}", "Rows 'published' are the paper's figures, not ours."]
         for one in self.tables:
             grid = one.grid()
-            parts.append("\n".join([grid.caption, grid.text(), *([one.published.note] if one.published.note else [])]))
+            parts.append("\n".join([grid.caption, grid.text(), *filter(None, [one.note])]))
         return joined(*parts)
 
     __str__ = text
@@ -86,7 +96,7 @@ class PaperTables(Forms):
         parts.append("Rows *published* are the paper's figures, not ours.")
         for one in self.tables:
             grid = one.grid()
-            parts += [f"## {grid.caption}", grid.markdown(), one.published.note]
+            parts += [f"## {grid.caption}", grid.markdown(), one.note]
         return joined(*parts)
 
     def csv(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,22 @@ from pointsman_lab.runs.comparison import Comparison, read_comparison
 from pointsman_lab.runs.record import RunRecord, over_layers
 
 COSTS = ("MFLOP", "Active", "Params")
-COUNTED = " MFLOP, active: FLOPs a token and its parameters, counted, at the k of training; params: all trainable ones;"
+CSV_COSTS = ("FLOPs a token", "active parameters", "parameters")
+COUNTED = "MFLOP, active: FLOPs a token and its parameters, counted, at the k of training; params: all trainable ones"
 
-COST = {"flops", "active", "total"}
+COST = ("flops", "active", "total")
 """What evaluation.json says of the cost of a token."""
+
+
+def cost_of(runs: Iterable[RunRecord]) -> Mapping[str, int]:
+    """What a token costs at the k of training, by `COST`: of the first of these runs that says so; {} of none."""
+    found = (run.evaluation.get("cost") or {} for run in runs if run.done)
+    return next((cost for cost in found if cost.keys() >= set(COST)), {})
+
+
+def cost_cells(cost: Mapping[str, int]) -> list[str]:
+    """The cells under `COSTS`."""
+    return [f"{cost['flops'] / 1e6:.3g}", f"{cost['active']:,}", f"{cost['total']:,}"] if cost else [NONE] * len(COSTS)
 
 
 @dataclass(frozen=True)
@@ -178,15 +190,10 @@ class ComparisonTable(Forms):
     def _costs(self, row: Row) -> list[str]:
         return [
             NONE if row.router_parameters is None else f"{row.router_parameters:,}",
-            *(self._counts(row) if self.counted else ()),
+            *(cost_cells(row.cost) if self.counted else ()),
             NONE if row.step_seconds.mean is None else f"{row.step_seconds.mean:.3g}",
             f"{len(row.done)}/{len(row.done) + len(row.missing)}",
         ]
-
-    @staticmethod
-    def _counts(row: Row) -> list[str]:
-        cost = row.cost
-        return [f"{cost['flops'] / 1e6:.3g}", f"{cost['active']:,}", f"{cost['total']:,}"] if cost else [NONE] * 3
 
     def paired(self) -> dict[str, dict[int, Paired]]:
         """`differences` in printed units, intervals corrected for their number; of fine-tunings one value a run."""
@@ -236,9 +243,9 @@ class ComparisonTable(Forms):
         return (
             f"{self.metric.label} on the {self.split} split ({self.metric.direction}); mean ± sample standard "
             "deviation over seeds. Entropy: nats, of the router's full distribution, mean over tokens and layers at "
-            f"the largest k; router params: trainable ones;{COUNTED if self.counted else ''} s/step: median training "
-            "step. Bold: significantly "
-            "different from every other row (95 % intervals of the paired differences, corrected for their number)."
+            f"the largest k; router params: trainable ones;{f' {COUNTED};' if self.counted else ''} s/step: median "
+            "training step. Bold: significantly different from every other row (95 % intervals of the paired "
+            "differences, corrected for their number)."
         )
 
     @property
@@ -257,7 +264,7 @@ class ComparisonTable(Forms):
     def csv(self) -> str:
         """Comma-separated, full precision, one line a router."""
         per_k = [name for k in self.top_k for name in (f"k={k} mean", f"k={k} std", f"k={k} seeds")]
-        costs = ["FLOPs a token", "active parameters", "parameters"] if self.counted else []
+        costs = CSV_COSTS if self.counted else ()
         seconds = ["step seconds", "seeds done", "seeds missing"]
         tail = ["entropy mean", "entropy std", "router parameters", *costs, *seconds]
         rows = []
@@ -266,7 +273,7 @@ class ComparisonTable(Forms):
             for cell in (self.quality(row, k) for k in self.top_k):
                 line += [cell.mean, cell.std, len(cell.values)]
             line += [row.entropy.mean, row.entropy.std, row.router_parameters]
-            line += [row.cost.get(name) for name in ("flops", "active", "total")] if self.counted else []
+            line += [row.cost.get(name) for name in COST] if self.counted else []
             line.append(row.step_seconds.mean)
             rows.append([*line, *(" ".join(map(str, seeds)) or None for seeds in (row.done, row.missing))])
         return Grid(["router", "metric", "split", *per_k, *tail], rows).csv()
@@ -295,7 +302,7 @@ def _row(comparison: Comparison, router: str, split: str) -> Row:
         quality={k: Cell(values) for k, values in sorted(quality.items())},
         entropy=_at_largest_k(done, split, "entropy"),
         router_parameters=int(parameters[0]) if parameters and has_router else None,
-        cost=next((cost for run in done if (cost := run.evaluation.get("cost") or {}).keys() >= COST), {}),
+        cost=cost_of(done),
         step_seconds=Cell({seed: value for seed, value in seconds.items() if value is not None}),
         experts=_at_largest_k(done, split, "experts_per_token"),
         done=[run.seed for run in done],

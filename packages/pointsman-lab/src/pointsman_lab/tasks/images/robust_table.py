@@ -12,6 +12,7 @@ from pointsman._grid import NONE, Grid
 from pointsman._values import finite, mean_of
 from pointsman_lab.report.cell import Cell, significantly_best
 from pointsman_lab.report.forms import Forms, joined
+from pointsman_lab.report.tables import COSTS, COUNTED, cost_cells, cost_of
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.record import RunRecord, read_object
 from pointsman_lab.tasks.images.scores import ALEXNET, ALEXNET_CLEAN, corruption_error, relative_corruption_error
@@ -109,13 +110,13 @@ def robust_tables(comparison: Comparison) -> list[RobustTable]:
 
 
 def shifted_images(run: RunRecord, name: str) -> Record:
-    """A run's record NAME.json, with "every_k" = its figures hold at every k; {} without a figure."""
+    """A run's record NAME.json, with "every_k" = its figures hold at every k, and "cost"; {} without a figure."""
     record = read_object(run.path / f"{name}.json")
     if not record.get("results") or record.get("kind") not in TITLES:
         return {}
     from pointsman.routers.frame.registry import has_one_k  # torch, which few tables need
 
-    return {**record, "every_k": has_one_k(run.router)}
+    return {**record, "every_k": has_one_k(run.router), "cost": cost_of([run])}
 
 
 def table_of(rows: Sequence[str], name: str, runs: Runs) -> RobustTable:
@@ -186,8 +187,10 @@ def _grid(kind: str, runs: Runs, routers: Sequence[str], k: int) -> Grid:
     names = list(columns)
     if kind == "c":
         names[3:3] = ["mCE", "relative mCE"]
-    rows = [[router, *(_shown(name, cell) for name, cell in zip(names, line, strict=True))]
-            for router, line in cells.items()]  # fmt: skip
+    costs = {router: record["cost"] for (router, _), record in runs.items() if record["cost"]}
+    counted = bool(costs)
+    rows = [[router, *(_shown(name, cell) for name, cell in zip(names, line, strict=True)),
+             *(cost_cells(costs.get(router, {})) if counted else ())] for router, line in cells.items()]  # fmt: skip
     best = {
         (routers.index(router), place + 1)
         for place, name in enumerate(names)
@@ -195,10 +198,11 @@ def _grid(kind: str, runs: Runs, routers: Sequence[str], k: int) -> Grid:
         for router in significantly_best({of: line[place] for of, line in cells.items()}, lower_is_better=name in LOWER)
     }
     caption = (
-        f"k={k}, in % but for the routing; mean ± sample standard deviation over seeds; bold: significantly different "
-        "from every other row"
+        f"k={k}, in % but for the routing and costs; mean ± sample standard deviation over seeds; bold: significantly "
+        f"different from every other row{f'. {COUNTED}' if counted else ''}"
     )
-    return Grid([f"k={k}", *names], rows, best, caption).without_empty_columns()
+    header = [f"k={k}", *names, *(title.lower() for title in COSTS if counted)]
+    return Grid(header, rows, best, caption).without_empty_columns()
 
 
 def _columns(kind: str) -> dict[str, Figure]:
