@@ -162,7 +162,6 @@ OPENED_ELSEWHERE = {
     "exam.exam": "the package's own record",
     "report.forms": "the package's own page",
     "report.published": "the package's own tables",
-    "planning": "the package's own table of models",
     "training.config": "a copy of what was just written as JSON",
     "testing.trainers.check": "what its own two ranks wrote into a scratch folder",
 }

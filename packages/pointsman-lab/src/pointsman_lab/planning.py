@@ -19,13 +19,9 @@ counted, nor is any time.
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
-from importlib import resources
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import comb
-from typing import Any
 
 import torch
 
@@ -44,89 +40,46 @@ class Shape:
     """What the planner has to know of a model.
 
     Attributes:
-        name: for messages.
         layers, sparse_layers, dim: of the stack.
-        attention: parameters of one layer's attention.
         heads_width: heads * (width of a query + width of a value): operations a pair of positions.
-        windowed: part of the layers whose attention sees a short window only; its operations are left out.
         causal: whether a position sees earlier ones only.
-        experts, top_k, hidden_dim: of a sparse layer.
-        shared_hidden_dim: hidden units of the shared experts of a sparse layer together.
-        dense_hidden_dim: hidden units of a dense layer.
-        vocabulary: tokens; 0 = no embedding is counted.
-        matrices: weights an expert has: 2, gated ones 3.
-        tied: one embedding serves input and output.
-        other: parameters beside these, used for every token: norms, biases, what routers have beyond a linear score.
+        experts, top_k: of a sparse layer.
+        parameters: all weights that train.
+        expert_parameters: weights of all experts of one sparse layer, shared ones excluded.
+        inputs, embeddings: weights of an input embedding of its own, and of input and output together.
     """
 
-    name: str
     layers: int
     sparse_layers: int
     dim: int
-    attention: int
     heads_width: int
+    causal: bool
     experts: int
     top_k: int
-    hidden_dim: int
-    shared_hidden_dim: int = 0
-    dense_hidden_dim: int = 0
-    vocabulary: int = 0
-    matrices: int = 3
-    windowed: float = 0.0
-    causal: bool = True
-    tied: bool = False
-    other: int = 0
-
-    @property
-    def expert_parameters(self) -> int:
-        """Of all experts of one sparse layer, shared ones excluded."""
-        return self.matrices * self.dim * self.experts * self.hidden_dim
-
-    @property
-    def embeddings(self) -> int:
-        """Parameters of the token embedding and the output layer."""
-        return (1 if self.tied else 2) * self.vocabulary * self.dim
+    parameters: int
+    expert_parameters: int
+    inputs: int
+    embeddings: int
 
     @property
     def dense_parameters(self) -> int:
-        """All but the experts: attention, dense and shared feed-forward layers, linear routers, embeddings, others."""
-        dense_layers = self.layers - self.sparse_layers
-        hidden = self.sparse_layers * self.shared_hidden_dim + dense_layers * self.dense_hidden_dim
-        return (
-            self.layers * self.attention
-            + self.matrices * self.dim * hidden
-            + self.sparse_layers * self.dim * self.experts
-            + self.embeddings
-            + self.other
-        )
-
-    @property
-    def parameters(self) -> int:
-        """All weights that train."""
-        return self.dense_parameters + self.sparse_layers * self.expert_parameters
+        """All but the experts."""
+        return self.parameters - self.sparse_layers * self.expert_parameters
 
     @property
     def active_parameters(self) -> int:
         """Weights that a token is multiplied by: k experts a sparse layer, and the output embedding only."""
-        inputs = 0 if self.tied else self.vocabulary * self.dim
-        chosen = self.sparse_layers * self.top_k * self.matrices * self.dim * self.hidden_dim
-        return self.dense_parameters - inputs + chosen
+        chosen = self.sparse_layers * self.top_k * self.expert_parameters // self.experts
+        return self.dense_parameters - self.inputs + chosen
 
     def flops(self, length: int) -> float:
         """Operations of training on one token, forward and backward, in sequences of `length` tokens."""
-        pairs = length * (0.5 if self.causal else 1.0) * (1 - self.windowed)
+        pairs = length * (0.5 if self.causal else 1.0)
         return 6 * self.active_parameters + 6 * self.layers * self.heads_width * pairs
 
     @classmethod
-    def published(cls, name: str, values: Mapping[str, Any]) -> Shape:
-        """A shape of `published_models.toml`."""
-        known = {key: value for key, value in values.items() if key not in ("attention", "billions")}
-        attention, heads_width = _attention(values["dim"], values["attention"])
-        return cls(name=name, attention=attention, heads_width=heads_width, **known)
-
-    @classmethod
     def of(cls, config: ModelConfig, name: str) -> Shape:
-        """The shape of a model of pointsman's families, counted on a copy without weights.
+        """The shape of a model, counted on a copy without weights.
 
         Raises:
             ValueError: the model has no sparse layer, or encoder and decoder.
@@ -139,51 +92,22 @@ class Shape:
         if not sparse:
             raise ValueError(f"{name}: no sparse layer; a plan is for mixtures of experts")
         experts = sparse[0].experts
-        weights = sum(weight.numel() for weight in experts.parameters() if weight.dim() == 3)
-        hidden = config.expert_hidden_dim or config.hidden_dim
         table = parameter_table(model)
-        dense_layers = config.num_layers - len(sparse)
-        vocabulary = int(getattr(config, "vocab_size", 0))
-        shape = cls(
-            name=name,
+        embedding = int(getattr(config, "vocab_size", 0)) * config.dim
+        tied = table.embeddings < 2 * embedding
+        return cls(
             layers=config.num_layers,
             sparse_layers=len(sparse),
             dim=config.dim,
-            attention=table.attention // config.num_layers,
             heads_width=2 * config.num_heads * config.head_dim,
+            causal=config.causal,
             experts=experts.num_experts,
             top_k=sparse[0].top_k,
-            hidden_dim=hidden,
-            dense_hidden_dim=config.hidden_dim if dense_layers else 0,
-            vocabulary=vocabulary,
-            matrices=weights // (experts.num_experts * config.dim * hidden),
-            causal=config.causal,
-            tied=table.embeddings < 2 * vocabulary * config.dim,
+            parameters=table.trainable,
+            expert_parameters=sum(weight.numel() for weight in experts.parameters() if weight.dim() == 3),
+            inputs=0 if tied else embedding,
+            embeddings=embedding if tied else 2 * embedding,
         )
-        return replace(shape, other=table.trainable - shape.parameters)
-
-
-def _attention(dim: int, heads: Mapping[str, int]) -> tuple[int, int]:
-    """Parameters of a layer's attention, and heads * (query + value width): grouped-query, or latent (DeepSeek-V2)."""
-    count = heads["heads"]
-    if "head_dim" in heads:
-        width = heads["head_dim"]
-        return 2 * dim * width * (count + heads["kv_heads"]), 2 * count * width
-    query, value = heads["nope"] + heads["rope"], heads["value"]
-    queries = heads["query_rank"] * (dim + count * query)
-    keys = dim * (heads["kv_rank"] + heads["rope"]) + heads["kv_rank"] * count * (heads["nope"] + value)
-    return queries + keys + count * value * dim, count * (query + value)
-
-
-@cache
-def published() -> Mapping[str, Mapping[str, Any]]:
-    """`published_models.toml`."""
-    return tomllib.loads(resources.files("pointsman_lab").joinpath("published_models.toml").read_text(encoding="utf-8"))
-
-
-def shapes() -> dict[str, Shape]:
-    """The published models."""
-    return {name: Shape.published(name, values) for name, values in published().items()}
 
 
 def state_bytes(shape: Shape, layout: Layout) -> float:

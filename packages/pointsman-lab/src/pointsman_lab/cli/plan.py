@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pointsman._errors import RunError, did_you_mean
+from pointsman._errors import RunError
 from pointsman_lab.cli.options import Parser, check_device, k_list, overrides, whole
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 LENGTH = 4096
 EPILOG = """examples:
-  pointsman plan --model olmoe --gpus 8,64
+  pointsman plan --preset olmoe-1b-7b --gpus 8,64
   pointsman plan --preset large --set model.num_experts=64 --gpus 8 --length 512
 """
 NOTE = """Counts, a GPU. State: weights, gradients and Adam in float32; activations and buffers come on top.
@@ -24,28 +24,22 @@ Gathered: in a micro-batch, whatever its tokens. Exchanged: with even choices. N
 
 def parser() -> Parser:
     flags = Parser("plan", "Count what each GPU holds, gathers and exchanges, for every layout.", EPILOG)
-    flags.add_argument("--model", metavar="NAME", help="a published model, e.g. olmoe")
-    flags.add_argument("--preset", help="a model of pointsman's, instead of --model")
+    flags.add_argument("--preset", required=True, help="the model, e.g. olmoe-1b-7b")
     flags.add_argument("--gpus", type=k_list, default=(8,), metavar="N,N,…", help="numbers of GPUs (default: 8)")
     flags.add_argument(
         "--length", type=whole(1), metavar="N", help="of a sequence (default: 4096, or the model's longest)"
     )
     flags.add_argument("--parallel", metavar="LAYOUT", help="only this layout, e.g. experts=8,replicas=2")
     flags.add_argument(
-        "--vocabulary", type=whole(1), metavar="V",
-        help="tokens, with --preset (default: 204, of published shapes their own)",
-    )  # fmt: skip
-    flags.common("a folder for the table, as plan.txt and plan.csv", "a setting of the model, with --preset")
+        "--vocabulary", type=whole(1), metavar="V", help="tokens (default: 204, of published shapes their own)"
+    )
+    flags.common("a folder for the table, as plan.txt and plan.csv", "a setting of the model")
     return flags
 
 
 def run(words: Sequence[str]) -> int:
     flags = parser()
     values = flags.read(words)
-    if (values.model is None) == (values.preset is None):
-        flags.error("allowed is one of --model and --preset")
-    if values.model is not None:
-        flags.without_effect(values, ("--set", "--vocabulary"), "without --preset")
     check_device(values.device)
     from pointsman._files import write_whole
     from pointsman_lab.planning import plan
@@ -53,9 +47,9 @@ def run(words: Sequence[str]) -> int:
     shape, length = _shape(values, flags)
     grid = plan(shape, values.gpus, values.parallel)
     head = (
-        f"{shape.name}: {shape.parameters / 1e9:.3g} billion parameters, {shape.active_parameters / 1e9:.3g} active, "
+        f"{values.preset}: {shape.parameters / 1e9:.3g} billion parameters, "
+        f"{shape.active_parameters / 1e9:.3g} active, "
         f"{shape.flops(length) / 1e9:.3g} GFLOP a token of training in sequences of {length}"
-        + (", without attention within windows" if shape.windowed else "")
     )
     text = "\n\n".join([head, grid.text(), NOTE])
     print(text)
@@ -67,15 +61,10 @@ def run(words: Sequence[str]) -> int:
 
 def _shape(values: argparse.Namespace, flags: Parser) -> tuple[Shape, int]:
     """The model that the flags name, and the length of a sequence."""
-    from pointsman_lab.planning import Shape, shapes
+    from pointsman_lab.planning import Shape
     from pointsman_lab.recipes import preset
     from pointsman_lab.registry import find_preset
 
-    if values.model is not None:
-        known = shapes()
-        if values.model not in known:
-            raise RunError(f"--model {values.model!r}: {did_you_mean(values.model, known)}")
-        return known[values.model], values.length or LENGTH
     changes = overrides(values.set)
     if without := [key for key in changes if not key.startswith("model.") and key != "train_top_k"]:
         raise RunError(
