@@ -19,14 +19,14 @@ from pointsman_lab.diagnosis import diagnose_path
 from pointsman_lab.progress import Quiet
 from pointsman_lab.recipes import preset
 from pointsman_lab.runs.checkpoints import open_checkpoint
-from pointsman_lab.tasks.images.task import ImageClassification, image_logits, image_loss, open_images
+from pointsman_lab.tasks.images.task import ImageClassification, image_loss, open_images
 from pointsman_lab.tasks.images.vit import VisionTransformerConfig
 from pointsman_lab.tasks.language_modelling.task import corpus_of
 from pointsman_lab.training.checkpoint import checkpoint_tensors
 from pointsman_lab.training.compare import Plan, compare
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.failures import Interrupted
-from pointsman_lab.training.objectives import consistency, smoothed
+from pointsman_lab.training.objectives import consistency, logits_alone, smoothed
 from pointsman_lab.training.run import load_run
 from pointsman_lab.training.trainer import train
 
@@ -173,11 +173,11 @@ def test_losses_of_shared_labels() -> None:
     p = torch.sigmoid(logits)
     expected = -(labels * p.log() + (1 - labels) * (1 - p).log()).sum(-1).mean()
     torch.testing.assert_close(sigmoid.loss, expected, check_dtype=False)
-    smooth = smoothed(image_logits, 0.1)(model, images, labels, None, 0)
+    smooth = smoothed(logits_alone, 0.1)(model, images, labels, None, 0)
     even = -torch.log_softmax(logits, -1).mean(-1).mean()
     torch.testing.assert_close(smooth.loss, 0.9 * cross + 0.1 * even, check_dtype=False)
     torch.testing.assert_close(smooth.nats, cross, check_dtype=False)
-    two = consistency(5.0, image_logits).run(model, images, labels, None, 0)
+    two = consistency(5.0, logits_alone).run(model, images, labels, None, 0)
     torch.testing.assert_close(two.loss, cross, check_dtype=False)  # two equal passes
 
 

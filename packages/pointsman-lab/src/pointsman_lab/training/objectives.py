@@ -114,6 +114,11 @@ def next_token_logits(
     return output.logits, output.memory
 
 
+def logits_alone(model: Any, inputs: Tensor, memory: Memory | None, memory_length: int) -> tuple[Tensor, None]:
+    """Logits [..., C] of a model that has no memory."""
+    return model(inputs), None
+
+
 def consistency(alpha: float, predict: Predict = next_token_logits) -> Objective:
     """THOR's objective (Zuo et al. 2022, Eq. 3): (L1 + L2 + alpha C) / 2.
 
@@ -153,9 +158,14 @@ def smoothed(predict: Predict, amount: float) -> Loss:
         logits = upcast(logits).reshape(-1, logits.shape[-1])
         targets = targets if targets.is_floating_point() else targets.reshape(-1)
         smooth = F.cross_entropy(logits, targets, ignore_index=IGNORE, label_smoothing=amount)
-        return Outcome(smooth, F.cross_entropy(logits.detach(), targets, ignore_index=IGNORE), kept)
+        nats = F.cross_entropy(logits.detach(), targets, ignore_index=IGNORE) if amount else smooth.detach()
+        return Outcome(smooth, nats, kept)
 
     return loss
+
+
+class_loss = smoothed(logits_alone, 0.0)
+"""Mean cross-entropy of the targets that are not -100: classes, or tokens."""
 
 
 def objective_of(

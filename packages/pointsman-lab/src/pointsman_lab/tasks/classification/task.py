@@ -18,10 +18,9 @@ from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, Pass, eval
 from pointsman_lab.finetuning.settings import Defaults, Finetuning
 from pointsman_lab.finetuning.task import FineTuning
 from pointsman_lab.models.classifier import Classifier
-from pointsman_lab.models.memory import Memory
 from pointsman_lab.tasks.classification.data import Examples, LabelledTexts, find_task, load_task, parse_task
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.objectives import Objective, Outcome, objective_of
+from pointsman_lab.training.objectives import Objective, class_loss, logits_alone, objective_of
 from pointsman_lab.training.task import Batches
 
 
@@ -98,7 +97,7 @@ class Classification(FineTuning):
         return TaskStream(self.encoded("train", config.segment_length), config.batch_size, config.seed, device)
 
     def objective(self, model: Any, config: RunConfig) -> Objective:
-        return objective_of(model, label_loss, label_logits, label_smoothing=config.label_smoothing)
+        return objective_of(model, class_loss, logits_alone, label_smoothing=config.label_smoothing)
 
     def validation_split(self, config: RunConfig) -> str | None:
         return self.data.watched
@@ -136,17 +135,6 @@ class Classification(FineTuning):
         read, every = len(self.scored(self.reported, config)), len(self.data.splits[self.reported])
         scored = {} if read == every else {"scored": f"{read:,} of {every:,} texts, drawn with a fixed seed"}
         return {**super().protocol(config), **scored}
-
-
-def label_loss(model: Classifier, inputs: Tensor, labels: Tensor, memory: Memory | None, length: int) -> Outcome:
-    """Mean cross-entropy of the labels."""
-    loss = F.cross_entropy(model(inputs).float(), labels)
-    return Outcome(loss, loss.detach(), None)
-
-
-def label_logits(model: Classifier, inputs: Tensor, memory: Memory | None, length: int) -> tuple[Tensor, None]:
-    """[B, C]."""
-    return model(inputs), None
 
 
 def encode_examples(examples: Examples, vocabulary: Vocabulary, max_length: int) -> Encoded:

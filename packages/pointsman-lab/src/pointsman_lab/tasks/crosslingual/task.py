@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman._errors import RunError
 from pointsman_lab.data.catalog import data_folder
 from pointsman_lab.data.pieces import Pieces
-from pointsman_lab.data.streams import IGNORE
 from pointsman_lab.data.task_streams import Encoded, TaskStream
 from pointsman_lab.evaluation.passes import EvaluationContext
 from pointsman_lab.finetuning.settings import Defaults, Finetuning
@@ -21,7 +19,6 @@ from pointsman_lab.finetuning.task import FineTuning
 from pointsman_lab.models.classifier import Classifier, Pooling
 from pointsman_lab.models.config import ModelConfig, build_model
 from pointsman_lab.models.initial import seed_for
-from pointsman_lab.models.memory import Memory
 from pointsman_lab.tasks.crosslingual.evaluation import TestPart, evaluate_languages
 from pointsman_lab.tasks.crosslingual.features import Features, features
 from pointsman_lab.tasks.crosslingual.floors import floors
@@ -30,7 +27,7 @@ from pointsman_lab.tasks.crosslingual.scores import Prediction, best_floor
 from pointsman_lab.tasks.crosslingual.splits import XtremeData, groups_of, load_xtreme, original
 from pointsman_lab.tasks.crosslingual.xtreme import XTREME, Item
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.objectives import Objective, Outcome, objective_of
+from pointsman_lab.training.objectives import Objective, class_loss, logits_alone, objective_of
 from pointsman_lab.training.task import Batches
 
 NEVER = -1e4
@@ -196,7 +193,7 @@ class CrossLingual(FineTuning):
 
     def objective(self, model: Any, config: RunConfig) -> Objective:
         return objective_of(
-            model, class_loss, class_logits, label_smoothing=config.label_smoothing,
+            model, class_loss, logits_alone, label_smoothing=config.label_smoothing,
             weighted_by_targets=self.data.kind == "tags",
         )  # fmt: skip
 
@@ -262,18 +259,6 @@ def head_on(
         return Classifier(config.model, classes, pooling=pooling, dropout=dropout, seed=config.seed)
     spans = kind == "questions"
     return TokenClassifier(config.model, 2 if spans else classes, spans=spans, dropout=dropout, seed=config.seed)
-
-
-def class_loss(model: Any, inputs: Tensor, targets: Tensor, memory: Memory | None, length: int) -> Outcome:
-    """Mean cross-entropy of the targets that are not -100: classes, tags, or both ends of an answer."""
-    logits = model(inputs).float()
-    loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=IGNORE)
-    return Outcome(loss, loss.detach(), None)
-
-
-def class_logits(model: Any, inputs: Tensor, memory: Memory | None, length: int) -> tuple[Tensor, None]:
-    """[..., C], one row for each target."""
-    return model(inputs), None
 
 
 def submission(items: Sequence[Item], predictions: Sequence[Prediction]) -> str:

@@ -23,7 +23,7 @@ from pointsman_lab.tasks.images.image_set import ClassNames, ImageSet, load_imag
 from pointsman_lab.tasks.images.vit import VisionTransformerConfig
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.kernels import autocast
-from pointsman_lab.training.objectives import Loss, Objective, Outcome, objective_of
+from pointsman_lab.training.objectives import Loss, Objective, Outcome, logits_alone, objective_of
 from pointsman_lab.training.task import Batches, Observed, Task
 
 
@@ -92,7 +92,7 @@ class ImageClassification(Task):
         kind = _shape(config).loss
         if kind == "sigmoid" and config.label_smoothing:
             raise RunError(f"label_smoothing={config.label_smoothing}: model.loss=sigmoid has none; set 0")
-        objective = objective_of(model, image_loss(kind), image_logits, label_smoothing=config.label_smoothing)
+        objective = objective_of(model, image_loss(kind), logits_alone, label_smoothing=config.label_smoothing)
         if kind == "sigmoid" and objective.name != "plain":
             raise RunError("model.loss=sigmoid: the consistency of two passes (thor) is of model.loss=softmax")
         return objective
@@ -184,11 +184,6 @@ def image_loss(kind: str) -> Loss:
         return Outcome(nats, nats.detach(), None)
 
     return loss
-
-
-def image_logits(model: Any, inputs: Tensor, memory: object, length: int) -> tuple[Tensor, None]:
-    """[B, C]."""
-    return model(inputs), None
 
 
 def _shape(config: RunConfig) -> VisionTransformerConfig:

@@ -24,7 +24,7 @@ from pointsman_lab.tasks.masked_language_modelling.evaluation import SCORED, eva
 from pointsman_lab.tasks.masked_language_modelling.text import open_blocks
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.kernels import autocast
-from pointsman_lab.training.objectives import Objective, Outcome, objective_of
+from pointsman_lab.training.objectives import Objective, Outcome, logits_alone, objective_of
 from pointsman_lab.training.task import Batches, Observed, Task
 
 
@@ -87,7 +87,7 @@ class MaskedLanguageModelling(Task):
 
     def objective(self, model: Any, config: RunConfig) -> Objective:
         return objective_of(
-            model, masked_loss, masked_logits, label_smoothing=config.label_smoothing, weighted_by_targets=True
+            model, masked_loss, logits_alone, label_smoothing=config.label_smoothing, weighted_by_targets=True
         )
 
     def validation_split(self, config: RunConfig) -> str | None:
@@ -208,8 +208,3 @@ def masked_loss(model: Encoder, inputs: Tensor, targets: Tensor, memory: Memory 
     nats = model(inputs, targets)
     loss = nats.sum() / max(1, len(nats))
     return Outcome(loss, loss.detach(), None)
-
-
-def masked_logits(model: Encoder, inputs: Tensor, memory: Memory | None, length: int) -> tuple[Tensor, None]:
-    """Logits [B, T, V] of every place."""
-    return model(inputs), None

@@ -19,13 +19,12 @@ from pointsman_lab.data.streams import IGNORE
 from pointsman_lab.data.task_streams import PADDING, Encoded, TaskStream, eval_batches
 from pointsman_lab.evaluation.passes import EvaluationContext
 from pointsman_lab.models.config import build_model
-from pointsman_lab.models.memory import Memory
 from pointsman_lab.tasks.translation.data import Pairs, ParallelText, ids_of, open_parallel
 from pointsman_lab.tasks.translation.evaluation import LENGTH_PENALTY, LONGER, MORE, evaluate_translation
-from pointsman_lab.tasks.translation.model import TranslationConfig, Translator
+from pointsman_lab.tasks.translation.model import TranslationConfig
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.kernels import autocast
-from pointsman_lab.training.objectives import Objective, objective_of, smoothed
+from pointsman_lab.training.objectives import Objective, class_loss, logits_alone, objective_of
 from pointsman_lab.training.task import Batches, Observed, Task
 
 TOKENS_A_SENTENCE = 20
@@ -132,7 +131,7 @@ class Translation(Task):
 
     def objective(self, model: Any, config: RunConfig) -> Objective:
         return objective_of(
-            model, pair_loss, pair_logits, label_smoothing=config.label_smoothing, weighted_by_targets=True
+            model, class_loss, logits_alone, label_smoothing=config.label_smoothing, weighted_by_targets=True
         )
 
     def validation_split(self, config: RunConfig) -> str | None:
@@ -245,12 +244,3 @@ def check(config: RunConfig) -> None:
     model = config.model
     if isinstance(model, TranslationConfig) and config.segment_length > model.max_length:
         raise RunError(f"segment_length={config.segment_length}: model.max_length is {model.max_length}")
-
-
-def pair_logits(model: Translator, inputs: Tensor, memory: Memory | None, length: int) -> tuple[Tensor, None]:
-    """Logits [B, L, V] of the next target tokens."""
-    return model(inputs), None
-
-
-pair_loss = smoothed(pair_logits, 0.0)
-"""Mean nats of the target tokens."""
