@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import pointsman
-from pointsman.testing.trainers.case import Batch, Setting, Trainer, replaced
+from pointsman.testing.trainers.case import Batch, Setting, Trainer, replaced, world
+from pointsman.testing.trainers.check import verdicts
 from pointsman.testing.trainers.lines import LINES, judged
 from pointsman_lab.checks.layers import Layer, Pointsman
 
@@ -26,6 +27,13 @@ class NotDivided(Pointsman):
         for one in batches:
             main = model(**one).loss / len(batches)
             pointsman.add_losses(main, model).backward()
+
+
+class DividedByTheRanks(Pointsman):
+    """Megatron-LM#3768, #5007: tokens of all ranks divide the loss, and the mean over ranks does it again."""
+
+    def spec(self, setting: Setting) -> str:
+        return super().spec(replaced(setting, coefficient=setting.coefficient / world()))
 
 
 class PaddingCounts(Pointsman):
@@ -240,3 +248,10 @@ def test_our_layers_hold_every_line() -> None:
 @pytest.mark.parametrize("mutant", [Pointsman, LostUnderCompilation])
 def test_compilation(mutant: type[Trainer]) -> None:
     assert judged("compiled", mutant(), Setting()).holds == (mutant is Pointsman)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mutant", "told"), [(Pointsman, "x 1"), (DividedByTheRanks, "x 0.5")])
+def test_two_processes(mutant: type[Trainer], told: str) -> None:
+    found = next(iter(verdicts(f"{__file__}:{mutant.__name__}", lines=["ranks"])))
+    assert (found.holds, found.told) == (mutant is Pointsman, f"{told} on 2 processes")

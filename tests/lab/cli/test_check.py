@@ -31,6 +31,7 @@ def test_a_step_of_ones_own_and_its_record(
     assert told[0] == "mine.py:step, balance: own"
     assert [line.split()[:2] for line in told[1:3]] == [["accumulation", "yes"], ["top-k", "NO"]]
     assert "takes no max_norm" in told[3]
+    assert told[4] == "top-k: of Mixtral's own loss, not of your step; see --balance pointsman"
     rows = json.loads(Path("found/check.json").read_text())
     assert [row["holds"] for row in rows] == [True, False, None]
     assert "| mine.py:step | own | yes | **no** | - |" in Path("found/check.md").read_text()

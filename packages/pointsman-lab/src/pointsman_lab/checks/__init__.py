@@ -28,6 +28,8 @@ TRAINERS = {
     "deepspeed": "others:DeepSpeed",
     "pointsman": "layers:Pointsman",
     "megatron": "nvidia:Megatron",
+    "megatron-global": "nvidia:MegatronGlobal",
+    "megatron-per-token": "nvidia:MegatronPerToken",
     "nemo": "nvidia:Nemo",
     "nemo-sigmoid": "nvidia:NemoSigmoid",
     "olmo_core": "engines:OlmoCore",

@@ -15,16 +15,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
-from pointsman.testing.trainers.case import BIAS_RATE, DIM, Batch, NotApplicable, Setting
+from pointsman.testing.trainers.case import BIAS_RATE, DIM, Batch, NotApplicable, Setting, world
 from pointsman_lab.checks.engines import OfEngine
 from pointsman_lab.checks.layers import HIDDEN, Layer
 
 
 class Megatron(OfEngine):
-    """Megatron-core's `MoELayer`; the loss and its scale are made by `forward_step_calc_loss` of its schedules."""
+    """Megatron-core's `MoELayer`; the loss and its scale are made by `forward_step_calc_loss` of its schedules.
+
+    Attributes:
+        loss: its `moe_router_load_balancing_type`.
+        per_token: `calculate_per_token_loss`, with two processes that share sequences (context parallelism).
+    """
 
     name = "megatron"
     packages = ("megatron-core", "torch")
+    loss = "aux_loss"
+    per_token = False
     asked_ours = False
 
     @contextmanager
@@ -58,10 +65,10 @@ class Megatron(OfEngine):
         self.asked_ours = setting.balance == "pointsman"
         start_group()
         if not parallel_state.model_parallel_is_initialized():
-            parallel_state.initialize_model_parallel()
+            parallel_state.initialize_model_parallel(context_parallel_size=world() if self.per_token else 1)
         own: dict[str, Any] = {"moe_router_load_balancing_type": "none"}
         if setting.balance == "own" and setting.coefficient:
-            own = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": setting.coefficient}
+            own = {"moe_router_load_balancing_type": self.loss, "moe_aux_loss_coeff": setting.coefficient}
         if setting.balance == "own" and setting.bias:
             own |= {
                 "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid",
@@ -72,7 +79,7 @@ class Megatron(OfEngine):
             moe_router_topk=setting.k, moe_token_dispatcher_type="allgather", ffn_hidden_size=HIDDEN,
             moe_ffn_hidden_size=HIDDEN, add_bias_linear=False, gated_linear_unit=True, activation_func=F.silu,
             use_cpu_initialization=True, bias_activation_fusion=False, moe_router_pre_softmax=setting.k == 1,
-            moe_router_dtype="fp32", **own,
+            moe_router_dtype="fp32", calculate_per_token_loss=self.per_token, **own,
         )  # fmt: skip
         linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         experts = ModuleSpec(module=SequentialMLP, submodules=linear)
@@ -90,17 +97,24 @@ class Megatron(OfEngine):
         from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 
         config = next(module.config for module in model.modules() if hasattr(module, "config"))
+        self.tokens = 0
         for one in batches:
             output = model(**one)
-            loss, _ = forward_step_calc_loss(
-                model, output.total, lambda total, out=output: (total, out.labels, {}), config, None, False,
+            count = one.get("attention_mask", torch.ones_like(one["labels"])).sum() if self.per_token else output.labels
+            loss, tokens = forward_step_calc_loss(
+                model, output.total, lambda total, count=count: (total, count, {}), config, None, False,
                 len(batches), [], 1, True,
             )  # fmt: skip
+            self.tokens += int(tokens)
             loss.backward()
 
     def before_step(self, model: Any) -> None:
         from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias
 
+        if self.per_token:  # `finalize_model_grads`: sums over ranks, of which DistributedDataParallel made means
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= self.tokens
         config = model.layers[0].moe.config
         if config.moe_router_enable_expert_bias:
             _update_router_expert_bias([model], config)
@@ -116,6 +130,24 @@ class Megatron(OfEngine):
             torch.stack([one.linear_fc1.weight for one in local]),
             torch.stack([one.linear_fc2.weight for one in local]),
         ]
+
+
+class MegatronGlobal(Megatron):
+    """The same with the balance loss of the tokens of all ranks."""
+
+    name = "megatron-global"
+    loss = "global_aux_loss"
+
+    def spec(self, setting: Setting) -> str:
+        raise NotApplicable("a router of ours replaces its loss: see megatron")
+
+
+class MegatronPerToken(MegatronGlobal):
+    """The same with gradients divided by the tokens of the step, and context parallelism."""
+
+    name = "megatron-per-token"
+    loss = "aux_loss"
+    per_token = True
 
 
 def start_group() -> None:

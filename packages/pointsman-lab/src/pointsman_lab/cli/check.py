@@ -83,6 +83,7 @@ def _shown(name: str, balance: str, lines: Sequence[str]) -> Iterable[Verdict]:
     from pointsman.testing.trainers.check import verdicts
     from pointsman_lab.checks import find_trainer
 
+    of_the_model = []
     print(f"{name}, balance: {balance}")
     for one in verdicts(name if ":" in name else find_trainer(name), balance, lines):
         mark = {True: "yes", False: "NO", None: "-"}[one.holds]
@@ -90,7 +91,11 @@ def _shown(name: str, balance: str, lines: Sequence[str]) -> Iterable[Verdict]:
             textwrap.fill(one.told, 80, initial_indent=f"  {one.line:<19} {mark:<4}", subsequent_indent=" " * 26),
             flush=True,
         )
+        if one.holds is False and one.line in ("top-k", "per layer") and ":" in name and balance == "own":
+            of_the_model.append(one.line)
         yield one
+    if of_the_model:
+        print(f"{' and '.join(of_the_model)}: of Mixtral's own loss, not of your step; see --balance pointsman")
 
 
 def _write(folder: Any, found: Mapping[tuple[str, str], Sequence[Verdict]], missing: Sequence[str]) -> None:
