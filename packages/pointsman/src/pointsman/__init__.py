@@ -49,10 +49,13 @@ _HOMES = {
     "recording": ("record_routing",),
     "replay": ("replay_routing",),
 }
+_PACKAGES = ("diagnostics", "engines", "hf", "testing")
 
 
 def __getattr__(name: str) -> Any:
     # torch takes a second to import: `pointsman --help` must not wait for it
+    if name in _PACKAGES:
+        return import_module(f"pointsman.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'pointsman' has no attribute {name!r}")
     home = next((home for home, names in _HOMES.items() if name in names), "control")

@@ -230,11 +230,14 @@ def _prepare(home: Any, coefficient: float, how: Any, like: Any) -> str:
     if not _watching:
         _watching.append(register_optimizer_step_post_hook(_after_step))
     _balanced.add(home)
+    what = f"{len(places)} gate" + "s" * (len(places) > 1)
     if how == "bias":
-        moved = "their correction bias" if not any(one.added for one in biases) else "the bias of loss-free routers"
-        return f"{len(places)} gates, {moved} moves by {coefficient:g} after each optimizer step; {off}"
+        moved = (
+            "the class's correction bias" if not any(one.added for one in biases) else "the bias of loss-free routers"
+        )
+        return f"{what}, {moved} moves by {coefficient:g} after each optimizer step; {off}"
     meant = "as transformers does, over all layers at once" if like else "per layer"
-    return f"{len(places)} gates, the balance loss {meant}, times {coefficient:g}, is added to its loss; {off}"
+    return f"{what}, the balance loss {meant}, times {coefficient:g}, is added to its loss; {off}"
 
 
 def _turn_off(home: Any, coefficient: float) -> str:

@@ -1,0 +1,73 @@
+"""A balancing bias moves by what all ranks of a group chose: of our routers, and of a Hugging Face model's class."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, multiprocessing, nn
+
+import pointsman
+from pointsman.engines.common import step_end
+
+RATE, EXPERTS = 0.1, 4
+
+
+def counted(choices: Tensor, group: Any = None) -> Tensor:
+    count = torch.bincount(choices.flatten(), minlength=EXPERTS).float()
+    dist.all_reduce(count, group=group)
+    return RATE * torch.sign(count.mean() - count)
+
+
+def of_our_router(alone: Any) -> None:
+    torch.manual_seed(0)
+    layer = pointsman.MoE(16, 24, EXPERTS, top_k=2, router=f"loss-free:rate={RATE}").train()
+    other = copy.deepcopy(layer)
+    hidden = torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
+    with pointsman.record_routing(layer) as records:
+        layer(hidden).sum().backward()
+    other(hidden).sum().backward()
+    (choices,) = (routing.experts for routing in records.values())
+    step_end(layer)
+    step_end(other, alone)
+    torch.testing.assert_close(layer.router.select.bias, counted(choices))
+    torch.testing.assert_close(other.router.select.bias, counted(choices, alone))
+    assert not torch.equal(layer.router.select.bias, other.router.select.bias)
+
+
+def of_a_class(alone: Any) -> None:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=16, moe_intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, n_routed_experts=EXPERTS, num_experts_per_tok=2, n_group=1,
+        topk_group=1, first_k_dense_replace=0, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8,
+        v_head_dim=8, use_cache=False,
+    )  # fmt: skip
+    model: Any = pointsman.hf.balance(DeepseekV3ForCausalLM(config).train(), RATE, "bias")
+    gate = model.model.layers[0].mlp.gate
+    seen: list[Tensor] = []
+    gate.register_forward_hook(lambda module, args, output: seen.append(output[-1]))
+    ids = torch.randint(3, 60, (1, 7), generator=torch.Generator().manual_seed(dist.get_rank()))
+    ready = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    ready(ids, labels=ids).loss.backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    torch.testing.assert_close(gate.e_score_correction_bias, counted(seen[0]))
+    assert not torch.equal(counted(seen[0]), counted(seen[0], alone))
+
+
+def both(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    groups = [dist.new_group([one]) for one in range(2)]
+    of_our_router(groups[rank])
+    of_a_class(groups[rank])
+    dist.destroy_process_group()
+
+
+def test_a_bias_moves_by_the_counts_of_all_ranks_of_the_group(tmp_path: Path) -> None:
+    multiprocessing.spawn(both, (str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
