@@ -108,11 +108,7 @@ def compared(theirs: Mapping[str, Any], ours: Mapping[str, Any], tolerance: floa
 
 
 def check(file: Path, seed: int = 0) -> str:
-    """Checks one entry.
-
-    Raises:
-        RunError: it breaks a rule, or training its seed again gives something else.
-    """
+    """Checks one entry."""
     rules, entry = rules_of(file), read_entry(file)
     follow(entry, rules, str(file))
     context = multiprocessing.get_context("spawn")

@@ -164,11 +164,7 @@ def chosen_peers(names: Sequence[str] | None) -> Sequence[str] | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints the tables and writes them.
-
-    Raises:
-        RunError: a case or a peer that is not known, not installed, or not measured so.
-    """
+    """Measures, prints the tables and writes them."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--case", type=words, metavar="A,B", help="only these cases (above)")
     flags.add_argument("--peers", type=words, metavar="A,B", help="only these peers, or `none` (default: all)")

@@ -116,11 +116,7 @@ class Page:
 
     @classmethod
     def read(cls, folder: Path) -> Page:
-        """The claims of `folder`/claims.toml, tested on the grids in `folder`; a grid that is not there is not run.
-
-        Raises:
-            RunError: a claim that names no known measure or grid; a damaged grid; what `check_cost` refuses.
-        """
+        """The claims of `folder`/claims.toml, tested on the grids in `folder`; a grid that is not there is not run."""
         commands, families, claims = read_claims(folder / CLAIMS)
         grids = {name: read_comparison(folder / name) for name in commands if (folder / name / COMPARISON).is_file()}
         cells = record() if any(one.exam for one in claims) else {}
@@ -281,9 +277,6 @@ def check_cost(claim: Claim, grid: Comparison | None) -> None:
     """Refuses a claim on what routing gains over a dense row that costs less, without a control that tells them apart.
 
     Such a control has been run, and is the row's own `+uniform`, or a dense row of its cost (within 2 %).
-
-    Raises:
-        RunError: in one line.
     """
     if grid is None or not claim.measure or {claim.row, claim.base} - {*grid.routers}:
         return
@@ -306,11 +299,7 @@ def check_cost(claim: Claim, grid: Comparison | None) -> None:
 
 
 def over_limit(claim: Claim, folder: Path) -> list[float]:
-    """The row's time over the base's, minus the limit, one a turn; none without timings.
-
-    Raises:
-        RunError: a damaged file, or one without a row that the claim names.
-    """
+    """The row's time over the base's, minus the limit, one a turn; none without timings."""
     if not claim.timings or (record := read_json(file := folder / claim.timings)) is None:
         return []
     check_shape(record, {"seconds!": {"*": [float]}}, str(file))

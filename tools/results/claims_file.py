@@ -128,11 +128,7 @@ class Claim:
 
 
 def read_claims(file: Path) -> tuple[dict[str, list[str]], dict[str, Family], list[Claim]]:
-    """(grid -> its commands, families by name, claims) of claims.toml.
-
-    Raises:
-        RunError: not TOML, an unknown field or measure, or a grid that is not named.
-    """
+    """(grid -> its commands, families by name, claims) of claims.toml."""
     values = read_toml(file)
     grids = values.get("grids", {})
     commands = {name: [grid["command"], *grid.get("after", ())] for name, grid in grids.items()}
@@ -161,11 +157,7 @@ def read_claims(file: Path) -> tuple[dict[str, list[str]], dict[str, Family], li
 
 
 def read_toml(file: Path) -> dict[str, Any]:
-    """claims.toml.
-
-    Raises:
-        RunError: not TOML, or not of its shape.
-    """
+    """claims.toml."""
     try:
         values = tomllib.loads(read_text(file))
     except tomllib.TOMLDecodeError as error:

@@ -207,11 +207,7 @@ class Trends:
 
     @classmethod
     def read(cls, folder: Path) -> Trends:
-        """The trends of `folder`/claims.toml.
-
-        Raises:
-            RunError: an unknown field, measure or grid; a damaged grid.
-        """
+        """The trends of `folder`/claims.toml."""
         values = read_toml(folder / CLAIMS)
         known = values.get("grids", {})
         grids = {name: read_comparison(folder / name) for name in known if (folder / name / COMPARISON).is_file()}

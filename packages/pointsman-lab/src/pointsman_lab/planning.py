@@ -155,9 +155,6 @@ def plan(shape: Shape, gpus: Sequence[int], layout: str | None = None) -> Grid:
     Args:
         shape: the model. gpus: numbers of GPUs.
         layout: only this one, as `Layout.parse` reads it.
-
-    Raises:
-        RunError: a layout that does not divide the GPUs or the experts.
     """
     rows = []
     for world in gpus:

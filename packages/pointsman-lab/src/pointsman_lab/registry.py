@@ -117,19 +117,11 @@ class TaskEntry:
         """
 
     def start(self, config: Any, folder: str, router: str | None) -> Any:
-        """The settings of a run that starts from the weights in a folder of transformers, with this router.
-
-        Raises:
-            RunError: models of this family start from no folder.
-        """
+        """The settings of a run that starts from the weights in a folder of transformers, with this router."""
         raise RunError(f"--from {folder}: models of the family {config.model.family!r} start from no folder")
 
     def export(self, run: Any, top_k: int) -> Any:
-        """A run's model (`training.run.Run`) as a model of transformers with this k.
-
-        Raises:
-            RunError: transformers has no class for models of this family.
-        """
+        """A run's model (`training.run.Run`) as a model of transformers with this k."""
         raise RunError(f"{run.path}: no class of transformers is a model of the family {run.config.model.family!r}")
 
     def published(self, run: Any, column: Any, top_k: int | None) -> float | None:
@@ -168,11 +160,7 @@ def _installed() -> tuple[TaskEntry, ...]:
 
 
 def trains(family: str) -> TaskEntry:
-    """The task that `train` trains models of this family on.
-
-    Raises:
-        RunError: there is none; names the nearest family.
-    """
+    """The task that `train` trains models of this family on."""
     for entry in entries():
         if family in entry.families:
             return entry
@@ -187,11 +175,7 @@ def learner(spec: str) -> TaskEntry:
 
 
 def sentences(spec: str) -> Any:
-    """The sentences by language of data such as "xtreme-text", as `TaskEntry.sentences` has them.
-
-    Raises:
-        RunError: no task knows such data, or what reading them raises.
-    """
+    """The sentences by language of data such as "xtreme-text", as `TaskEntry.sentences` has them."""
     found = next((text for entry in entries() if (text := entry.sentences(spec)) is not None), None)
     if found is None:
         raise RunError(f"data {spec!r}: no task has sentences by language of it")
@@ -224,11 +208,7 @@ def presets() -> dict[str, Values]:
 
 
 def find_preset(name: str) -> Values:
-    """A preset's settings.
-
-    Raises:
-        RunError: an unknown preset, with the nearest name.
-    """
+    """A preset's settings."""
     for entry in entries():
         if name in entry.presets:
             return entry.presets[name]
@@ -239,9 +219,6 @@ def preset_config(preset: str, vocab_size: int, **changes: Any) -> Any:
     """The settings of a preset's model, with changes by field name: a `ModelConfig` of the preset's family.
 
     `vocab_size` is for families that read tokens.
-
-    Raises:
-        RunError: an unknown preset or field, with the nearest name.
     """
     values = find_preset(preset)
     config = family(values.get("family", OLDEST))
@@ -254,11 +231,7 @@ def preset_config(preset: str, vocab_size: int, **changes: Any) -> Any:
 
 
 def read_vocabulary(text: str) -> Any:
-    """What a vocabulary's `to_json` wrote.
-
-    Raises:
-        RunError: the text is none of any task.
-    """
+    """What a vocabulary's `to_json` wrote."""
     try:
         level = parse_json(text)["level"]
     except (ValueError, KeyError, TypeError) as error:

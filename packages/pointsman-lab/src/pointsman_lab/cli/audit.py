@@ -146,11 +146,7 @@ def _lines(path: Path) -> Iterator[str | list[dict[str, str]]]:
 
 
 def read_task(path: Path) -> Iterator[tuple[Any, str]]:
-    """Prompts and their answers.
-
-    Raises:
-        RunError: no such file, or a line without them.
-    """
+    """Prompts and their answers."""
     where = None
     for where, row in _rows(path):
         prompt = row.get("messages", row.get("prompt")) if isinstance(row, dict) else None

@@ -58,11 +58,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def kind_of(root: Path) -> str:
-    """What a folder or file is, by the names in it.
-
-    Raises:
-        RunError: it is missing, or nothing that a command reads.
-    """
+    """What a folder or file is, by the names in it."""
     if not root.exists():
         raise RunError(f"{root}: no such folder")
     if root.is_file() or root.name.startswith("step-"):
@@ -124,11 +120,7 @@ def checks(root: Path, kind: str) -> Iterator[Check]:
 
 
 def entries(root: Path) -> Iterator[Path]:
-    """All that is in a folder, not through links; the folder's lock and what a killed command left are nobody's files.
-
-    Raises:
-        RunError: it is too much.
-    """
+    """All that is in a folder, not through links; the folder's lock and what a killed command left are no files."""
     count = 0
     for folder, folders, files in os.walk(root):
         folders.sort()

@@ -53,9 +53,6 @@ def cached(key: str, cache: Path, build: Callable[[Write], Built]) -> Tokens:
     """The tokens for this key: from the cache if it has valid ones, otherwise built and added to the cache.
 
     If the cache cannot be written, a warning is issued and the tokens stay in memory.
-
-    Raises:
-        RunError: no space left on the cache's disk.
     """
     root = cache / "tokens"
     final = root / key

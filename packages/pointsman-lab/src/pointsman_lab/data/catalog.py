@@ -84,11 +84,7 @@ class DataSpec:
 
 
 def parse_data(text: str) -> DataSpec:
-    """Reads `NAME|PATH[:option=value]*`.
-
-    Raises:
-        RunError: an unknown option or value, an option given twice or without a value, an empty name.
-    """
+    """Reads `NAME|PATH[:option=value]*`."""
     if os.path.exists(text):  # a path may hold a colon
         return DataSpec(text)
     name, *options = _OPTION_START.split(text)

@@ -35,11 +35,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def download(name: str, folder: Path, progress: DataProgress | None = None) -> None:
-    """Puts the files of a named corpus into `folder / name`.
-
-    Raises:
-        RunError: no network, no permission or space to write, a missing library, or a wrong checksum.
-    """
+    """Puts the files of a named corpus into `folder / name`."""
     target = folder / name
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -94,20 +90,12 @@ def _from_hub(name: str, target: Path, progress: DataProgress | None) -> None:
 
 
 def hub_rows(name: str, repository: str, config: str | None, split: str) -> Any:
-    """The rows of one split from the Hugging Face hub.
-
-    Raises:
-        RunError: as of `on_hub`.
-    """
+    """The rows of one split from the Hugging Face hub."""
     return on_hub(name, lambda datasets: datasets.load_dataset(repository, config, split=split))
 
 
 def on_hub(name: str, ask: Callable[[Any], Any]) -> Any:
-    """What `ask(datasets)` returns, without the hub library's warnings about retries.
-
-    Raises:
-        RunError: no network, or the library is not installed.
-    """
+    """What `ask(datasets)` returns, without the hub library's warnings about retries."""
     with needing(f"{name} {NOT_HERE}, and the hub needs", "hf"):
         import datasets
     logger = logging.getLogger("huggingface_hub")

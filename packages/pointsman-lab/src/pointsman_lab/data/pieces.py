@@ -41,9 +41,6 @@ class Pieces:
 
     Attributes:
         published: whether it has the form of XLM-R's.
-
-    Raises:
-        RunError: it is no such file, or its special pieces stand elsewhere.
     """
 
     level = "piece"
@@ -140,11 +137,7 @@ class Pieces:
 
     @classmethod
     def from_json(cls, text: str) -> Pieces:
-        """The pieces that `to_json` wrote.
-
-        Raises:
-            RunError: a text that holds no SentencePiece model.
-        """
+        """The pieces that `to_json` wrote."""
         try:
             data = parse_json(text)
             model = base64.b64decode(data["model"], validate=True)
@@ -154,11 +147,7 @@ class Pieces:
 
 
 def open_pieces(path: Path) -> Pieces:
-    """Those of a SentencePiece model file, or of XLM-R's in a folder.
-
-    Raises:
-        RunError: no such file, or another.
-    """
+    """Those of a SentencePiece model file, or of XLM-R's in a folder."""
     file = path / PUBLISHED_NAME if path.is_dir() else path
     try:
         return Pieces(read_ordinary(file))
@@ -186,11 +175,7 @@ class MultilingualText:
 
 
 def shares(sizes: Mapping[str, int], exponent: float) -> dict[str, float]:
-    """Sampling shares p_l ~ (n_l / sum n)^a (Conneau and Lample 2019): a = 1 as they are, a = 0 all alike.
-
-    Raises:
-        RunError: an exponent below 0 or above 1.
-    """
+    """Sampling shares p_l ~ (n_l / sum n)^a (Conneau and Lample 2019): a = 1 as they are, a = 0 all alike."""
     if not 0 <= exponent <= 1:
         raise RunError(f"sampling exponent {exponent}: allowed are numbers from 0 to 1")
     total = sum(sizes.values())
@@ -199,11 +184,7 @@ def shares(sizes: Mapping[str, int], exponent: float) -> dict[str, float]:
 
 
 def learn_pieces(text: MultilingualText, size: int, *, exponent: float = 0.7, seed: int = 0) -> Pieces:
-    """Trains pieces on 2 million characters, drawn over the languages with this exponent.
-
-    Raises:
-        RunError: as `train_pieces`, with the text's name.
-    """
+    """Trains pieces on 2 million characters, drawn over the languages with this exponent."""
     characters = {language: sum(map(len, sentences)) for language, sentences in text.train.items()}
     chosen: list[str] = []
     for number, (language, share) in enumerate(shares(characters, exponent).items()):
@@ -228,9 +209,6 @@ def train_pieces(sentences: Iterable[str], size: int, *, coverage: float = 0.999
         sentences: the text to learn from, one sentence each.
         size: V, special pieces included.
         coverage: share of the characters in the text that the pieces must cover.
-
-    Raises:
-        RunError: too little text for so many pieces, or fewer pieces than the text has characters.
     """
     if size < 16:
         raise RunError(f"{size} pieces: at least 16 are needed")
@@ -243,11 +221,7 @@ def train_pieces(sentences: Iterable[str], size: int, *, coverage: float = 0.999
 
 
 def train_model(sentences: Iterable[str], size: int, *, coverage: float, **options: Any) -> bytes:
-    """Trains a unigram model; the content of a SentencePiece model file. `options` are SentencePiece's.
-
-    Raises:
-        RunError: too little text for so many pieces, or fewer pieces than the text has characters.
-    """
+    """Trains a unigram model; the content of a SentencePiece model file. `options` are SentencePiece's."""
     model = io.BytesIO()
     try:
         sentencepiece_library().SentencePieceTrainer.train(

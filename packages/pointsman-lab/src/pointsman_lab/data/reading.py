@@ -51,11 +51,7 @@ class Reader:
         self._file.close()
 
     def raw(self, span: Span) -> Iterator[bytes]:
-        """The bytes of a span in blocks.
-
-        Raises:
-            RunError: the file cannot be read, is damaged, or is shorter than the span.
-        """
+        """The bytes of a span in blocks."""
         with reading(span.path):
             if self._path != span.path:
                 self._file.close()
@@ -75,9 +71,6 @@ class Reader:
         """The text of a span in blocks that end between tokens: bytes at byte level, else characters.
 
         At word level a file's last line gets a newline if it has none.
-
-        Raises:
-            RunError: as `raw`; bytes that are not UTF-8 at character or word level, with file and offset.
         """
         if level == "byte":
             yield from self.raw(span)
@@ -135,11 +128,7 @@ def find_file(folder: Path, stem: str) -> Path | None:
 
 
 def read_lines(file: Path) -> Iterator[tuple[int, str]]:
-    """(number from 1, line without its newline) of a UTF-8 text file.
-
-    Raises:
-        RunError: it cannot be read, is damaged, is not UTF-8, or has a carriage return inside a line.
-    """
+    """(number from 1, line without its newline) of a UTF-8 text file."""
     with reading(file), open_unpacked(file) as opened:
         for number, line in enumerate(opened, 1):
             try:
@@ -152,11 +141,7 @@ def read_lines(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def check_md5(path: Path, size: int, md5: str) -> Iterator[int]:
-    """Checks size and MD5 of a file's uncompressed text; yields the bytes read so far, for a progress display.
-
-    Raises:
-        RunError: another size or another checksum.
-    """
+    """Checks size and MD5 of a file's uncompressed text; yields the bytes read so far, for a progress display."""
     digest = hashlib.md5(usedforsecurity=False)
     done = 0
     with reading(path), open_unpacked(path) as file:

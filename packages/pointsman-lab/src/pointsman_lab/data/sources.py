@@ -70,9 +70,6 @@ def local_source(spec: DataSpec, folders: Sequence[Path], vocabulary_level: Leve
     """The corpus with this name in the first folder that contains it, or at this path.
 
     None for a named corpus that must be downloaded first.
-
-    Raises:
-        RunError: neither a corpus nor a path; an empty, compressed or unreadable file; a folder without text.
     """
     forced = spec.level or vocabulary_level
     if spec.name == "stdlib":

@@ -35,9 +35,6 @@ class Subwords(Vocabulary):
     Args:
         definition: the content of its `tokenizer.json`.
         files: the content of the files beside it, by name (`COMPANIONS`).
-
-    Raises:
-        RunError: it defines no tokenizer, or one without ids; another file, or one that is no text.
     """
 
     def __init__(self, definition: str, files: Mapping[str, str] | None = None) -> None:
@@ -113,11 +110,7 @@ class Subwords(Vocabulary):
 
 
 def read_vocabulary(text: str) -> Vocabulary:
-    """What the `to_json` of a vocabulary wrote, of subwords or another level.
-
-    Raises:
-        RunError: the text is not a vocabulary.
-    """
+    """What the `to_json` of a vocabulary wrote, of subwords or another level."""
     try:
         data = parse_json(text)
         if data["level"] == "subword":
@@ -128,11 +121,7 @@ def read_vocabulary(text: str) -> Vocabulary:
 
 
 def open_tokenizer(name: str) -> Subwords | None:
-    """The tokenizer of a setting; None of `pieces:V`, which the data define.
-
-    Raises:
-        RunError: there is no tokenizer, or it cannot be read.
-    """
+    """The tokenizer of a setting; None of `pieces:V`, which the data define."""
     if name.startswith(PIECES):
         number_of_pieces(name)
         return None
@@ -178,9 +167,6 @@ def number_of_pieces(name: str) -> int:
 def learn_pieces(sentences: Iterable[str], size: int) -> Subwords:
     """A lossless unigram vocabulary (Kudo 2018): 0 `<unk>`, 256 bytes, then pieces. One thread: the same text always
     gives the same pieces.
-
-    Raises:
-        RunError: too little text for so many pieces, or too few pieces for its characters.
     """
     return _of_processor(piece_model(sentences, size))
 

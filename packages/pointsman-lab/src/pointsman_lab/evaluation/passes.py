@@ -202,7 +202,6 @@ def evaluated(
         For each k: {"split", "top_k", figures, "routers": what `RoutingSummary` has, of a final evaluation}.
 
     Raises:
-        RunError: a k outside 1 … N.
         Stopped: `how.stop` was set.
     """
     values = eval_top_k(model, top_k)
@@ -222,11 +221,7 @@ def evaluated(
 
 
 def eval_top_k(model: nn.Module, top_k: Sequence[int]) -> tuple[int | None, ...]:
-    """The k values that make sense for a model: those asked for, checked, or one None if k cannot be chosen.
-
-    Raises:
-        RunError: a k that is no whole number from 1 to the number of experts.
-    """
+    """The k values that make sense for a model: those asked for, checked, or one None if k cannot be chosen."""
     routers = [router for _, router in named_routers(model)]
     if not routers or any(router.fixed_k for router in routers):
         return (None,)

@@ -175,11 +175,7 @@ class Languages(Sources):
 
 @cache
 def language_bytes(names: tuple[str, ...]) -> Tensor:
-    """[languages, bytes] uint8: as much of each language of `xtreme-text` as the smallest one has.
-
-    Raises:
-        RunError: no data folder, or a language without text.
-    """
+    """[languages, bytes] uint8: as much of each language of `xtreme-text` as the smallest one has."""
     text = sentences(f"xtreme-text:languages={'+'.join(names)}")
     joined = [" ".join(text.train[name]).encode() for name in names]
     least = min(map(len, joined))

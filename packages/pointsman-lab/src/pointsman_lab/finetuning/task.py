@@ -55,9 +55,6 @@ class FineTuning(Task):
 
         Args:
             spec: as `--task` names it.
-
-        Raises:
-            RunError: no such task, file or folder.
         """
 
     @classmethod
@@ -65,9 +62,6 @@ class FineTuning(Task):
     def read(cls, spec: str) -> Any:
         """The task's data: an object with `name`, `classes`, `splits` (with "train"), `description` (the protocol
         line), `reported` (the judged part) and `fingerprint`.
-
-        Raises:
-            RunError: they are missing or damaged.
         """
 
     @classmethod
@@ -99,11 +93,7 @@ class FineTuning(Task):
 
     @abstractmethod
     def rows(self, config: RunConfig, split: str) -> Mapping[str, Encoded]:
-        """What an evaluation of a part reads, by group: languages, or one group.
-
-        Raises:
-            RunError: no such part.
-        """
+        """What an evaluation of a part reads, by group: languages, or one group."""
 
     def check(self, config: RunConfig) -> None:
         self.batches(config, torch.device("cpu"))
@@ -177,7 +167,6 @@ def from_pretrained(model: Model, settings: Finetuning, weights: Mapping[str, Te
 
     Raises:
         CheckpointError: the weights belong to another model.
-        RunError: a role that the model does not have.
     """
     if weights is not None:
         try:

@@ -24,11 +24,7 @@ COUNTED_SETTING = "counted from the model"
 
 
 def measured(table: PublishedTable, runs: Sequence[RunRecord]) -> dict[str, dict[tuple[int, int], Cell]]:
-    """Our figures by setting: all runs that match a cell, over seeds. Of several routers of one line each is named.
-
-    Raises:
-        RunError: two runs of the same setting and seed.
-    """
+    """Our figures by setting: all runs that match a cell, over seeds. Of several routers of one line each is named."""
     values: dict[str, dict[tuple[int, int], dict[int, float]]] = {}
     taken: dict[tuple[str, int, int, int], Path] = {}
     alone = {key: len(routers) == 1 for key, routers in _routers(table, runs).items()}

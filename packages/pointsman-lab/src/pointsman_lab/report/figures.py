@@ -38,9 +38,6 @@ def figures(path: Path | Sequence[Path], formats: Sequence[str] = ("png",), out:
 
     Returns:
         The files written; a figure without data is left out. The same data give the same bytes.
-
-    Raises:
-        RunError: an unknown format, matplotlib missing, no run, or a folder that cannot be written.
     """
     check_formats(formats)
     import matplotlib
@@ -57,11 +54,7 @@ def figures(path: Path | Sequence[Path], formats: Sequence[str] = ("png",), out:
 
 
 def check_formats(formats: Sequence[str]) -> None:
-    """Checks that figures of these formats can be drawn here.
-
-    Raises:
-        RunError: an unknown format, or matplotlib missing.
-    """
+    """Checks that figures of these formats can be drawn here."""
     for name in formats:
         if name not in FORMATS:
             raise RunError(f"figure format {name!r}: {did_you_mean(name, FORMATS)}")
@@ -123,9 +116,6 @@ def save_lines(
             hollow.
         look: name -> which colour and marker, so that a row looks the same in several figures; by default in order.
         how: log_x, with ticks at the points; ks or names for the ticks of x; zero: a line at y = 0.
-
-    Raises:
-        RunError: an unknown format, matplotlib missing, or a file that cannot be written.
     """
     ending = path.suffix.removeprefix(".")
     check_formats([ending])

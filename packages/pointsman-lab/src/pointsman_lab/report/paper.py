@@ -124,9 +124,6 @@ def paper_tables(path: Path | Sequence[Path], name: str) -> PaperTables:
     Args:
         path: one directory, or several.
         name: "hyperrouter", "x-moe" or "mutual-inform".
-
-    Raises:
-        RunError: an unknown paper (with the nearest name), a damaged file, or a path that holds no run.
     """
     paper = open_paper(name)
     paths = [path] if isinstance(path, str | Path) else path

@@ -135,11 +135,7 @@ def papers() -> Mapping[str, Paper]:
 
 
 def open_paper(name: str) -> Paper:
-    """The paper of that name.
-
-    Raises:
-        RunError: an unknown name, with the nearest one.
-    """
+    """The paper of that name."""
     if name not in papers():
         raise RunError(f"paper {name!r}: {did_you_mean(name, papers())}")
     return papers()[name]

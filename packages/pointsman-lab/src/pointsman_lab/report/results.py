@@ -59,11 +59,7 @@ def experts_per_token(result: dict[str, Any]) -> float | None:
 
 
 def load_comparison(path: Path | str) -> pandas.DataFrame:
-    """The results of a comparison (or run) directory as a table with the columns of results.csv.
-
-    Raises:
-        RunError: neither a run nor a comparison; a damaged file; pandas missing.
-    """
+    """The results of a comparison (or run) directory as a table with the columns of results.csv."""
     try:
         import pandas
     except ModuleNotFoundError:

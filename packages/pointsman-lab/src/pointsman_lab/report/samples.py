@@ -56,9 +56,6 @@ def collect_samples(
 
     Returns:
         The file; None for a model without routers.
-
-    Raises:
-        RunError: no run, no whole checkpoint, or data that are not there.
     """
     run = load_run(path, device=device)
     if not any(True for _ in named_routers(run.model)):

@@ -88,11 +88,7 @@ class ComparisonTable(Forms):
 
     @classmethod
     def read(cls, path: Path, *, baseline: str | None = None, split: str = "test") -> ComparisonTable:
-        """The table of a comparison directory (or of a single run).
-
-        Raises:
-            RunError: neither a run nor a comparison; an unknown baseline; runs evaluated by different metrics.
-        """
+        """The table of a comparison directory (or of a single run)."""
         return cls.of(read_comparison(path), baseline=baseline, split=split)
 
     @classmethod

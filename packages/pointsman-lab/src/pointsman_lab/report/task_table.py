@@ -63,11 +63,7 @@ class TaskTable(Forms):
 
     @classmethod
     def read(cls, path: Path, variant: str) -> TaskTable:
-        """The table of this task in a comparison or run directory.
-
-        Raises:
-            RunError: neither a run nor a comparison.
-        """
+        """The table of this task in a comparison or run directory."""
         return cls.of(read_comparison(path), variant)
 
     @classmethod

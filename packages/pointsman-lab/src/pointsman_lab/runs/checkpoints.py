@@ -63,9 +63,6 @@ def write_folder(folder: Path, step: int, files: Mapping[str, bytes], state: Map
         step: N.
         files: content by file name.
         state: the content of state.json.
-
-    Raises:
-        RunError: no space, no permission, or another fault of the disk; earlier checkpoints are untouched.
     """
     with writing(folder, step):
         aside = begin_folder(folder)
@@ -203,11 +200,7 @@ def last_checkpoint(
 
 
 def whole_checkpoint(folder: Path, note: Callable[[str], None] | None = None) -> Checkpoint:
-    """The latest whole checkpoint of a `checkpoints` folder; `note` is told of those that are passed over.
-
-    Raises:
-        RunError: there is none; one line, which names the latest one that cannot be used.
-    """
+    """The latest whole checkpoint of a `checkpoints` folder; `note` is told of those that are passed over."""
     passed: list[str] = []
     checkpoint = last_checkpoint(folder, passed.append)
     if checkpoint is None:

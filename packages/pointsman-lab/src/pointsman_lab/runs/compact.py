@@ -56,20 +56,13 @@ def write_record(folder: Path) -> Path | None:
 
     Returns:
         The file; None where no run is finished.
-
-    Raises:
-        RunError: a damaged record, or a folder that cannot be written.
     """
     text = record_of(folder)
     return write_whole(folder / RECORD, text) if text else None
 
 
 def record_of(folder: Path) -> str:
-    """The record of a comparison: every finished run on the disk, and those that only record.jsonl knows.
-
-    Raises:
-        RunError: a damaged record.
-    """
+    """The record of a comparison: every finished run on the disk, and those that only record.jsonl knows."""
     entries = {entry["path"]: entry for entry in read_record(folder)}
     for config in find(folder, f"runs/*/seed-*/{CONFIG}"):
         run = config.parent
@@ -87,9 +80,6 @@ def restore(folder: Path, into: Path | None = None) -> list[Path]:
 
     Returns:
         The directories made.
-
-    Raises:
-        RunError: a damaged record, or a folder that cannot be written.
     """
     made = []
     for entry in read_record(folder):
@@ -132,11 +122,7 @@ def restored_aside(folder: Path) -> Path | None:
 
 
 def read_record(folder: Path) -> Iterator[dict[str, Any]]:
-    """The entries of record.jsonl, in file order, metrics as rows; none without the file.
-
-    Raises:
-        RunError: a line that is no entry of this format; names file and line.
-    """
+    """The entries of record.jsonl, in file order, metrics as rows; none without the file."""
     file = folder / RECORD
     if file.is_file():
         yield from entries_of(read_lines(file), file)

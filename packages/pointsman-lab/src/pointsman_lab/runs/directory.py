@@ -52,11 +52,7 @@ class RunDirectory:
         return (self.path / CONFIG).exists()
 
     def config(self, kind: type[S]) -> S:
-        """The run's settings.
-
-        Raises:
-            RunError: there is no run here, or its config.json is damaged.
-        """
+        """The run's settings."""
         refuse_model(self.path)
         file = self.path / CONFIG
         try:
@@ -70,21 +66,12 @@ class RunDirectory:
             raise RunError(f"{file} cannot be read: {error.strerror or error}") from None
 
     def claim(self, config: Settings, *, resume: bool) -> None:
-        """Writes config.json: from now on this is the directory of the run with these settings.
-
-        Raises:
-            RunError: what `check` raises; the folder cannot be written.
-        """
+        """Writes config.json: from now on this is the directory of the run with these settings."""
         self.check(config, resume=resume)
         write_whole(self.path / CONFIG, config.to_json())
 
     def check(self, config: Settings, *, resume: bool) -> None:
-        """Checks that the run with these settings may work here; writes nothing.
-
-        Raises:
-            RunError: the directory holds a run with other settings (names them), or the same run and `resume` is
-                false, or something else.
-        """
+        """Checks that the run with these settings may work here; writes nothing."""
         if fault := name_fault(str(self.path)):
             raise RunError(f"{str(self.path)!r}: {fault}")
         if self.exists:

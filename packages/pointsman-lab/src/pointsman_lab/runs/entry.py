@@ -37,11 +37,7 @@ def digest(entry: Mapping[str, Any]) -> str:
 
 
 def entry_of(folder: Path, router: str, name: str) -> dict[str, Any]:
-    """The entry of one row of a comparison.
-
-    Raises:
-        RunError: no comparison, no such row, or a run of it that is not finished.
-    """
+    """The entry of one row of a comparison."""
     plan, comparison = required_plan(folder), read_comparison(folder)
     if router not in comparison.routers:
         raise RunError(f"{folder} has no row {router!r}: {did_you_mean(router, comparison.routers)}")
@@ -71,11 +67,7 @@ def _run(run: RunRecord) -> dict[str, Any]:
 
 
 def read_entry(file: Path) -> dict[str, Any]:
-    """An entry's file.
-
-    Raises:
-        RunError: no entry, or one that was changed after `submit` wrote it.
-    """
+    """An entry's file."""
     entry = read_json(file)
     if entry is None:
         raise RunError(f"{file}: no such file")

@@ -27,11 +27,7 @@ def is_remembered(name: str) -> bool:
 
 
 def source_of(name: str) -> str:
-    """The text of a Python file that the user has named.
-
-    Raises:
-        RunError: the user never named it, or it is gone, has changed or is no text.
-    """
+    """The text of a Python file that the user has named."""
     if is_remembered(name):
         try:
             return read_ordinary(Path(name)).decode()

@@ -60,9 +60,6 @@ def share(folder: Path, out: Path, papers: str = "", cells: Mapping[str, Any] | 
 
     Args:
         cells: of an exam: file in its folder -> its content.
-
-    Raises:
-        RunError: the folder holds no finished run, or is damaged.
     """
     plan = read_whole_json(folder / COMPARISON)
     if plan is not None:
@@ -140,11 +137,7 @@ def _moved(value: Any, moved: Mapping[str, str]) -> Any:
 
 
 def open_shared(file: Path, out: Path) -> Opened:
-    """Writes the run, comparison or exam of a file into a new folder.
-
-    Raises:
-        RunError: no such file, it is damaged or too large, or the folder is not empty.
-    """
+    """Writes the run, comparison or exam of a file into a new folder."""
     told = _read(file)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out}: it exists and is not empty; choose another --out")

@@ -43,9 +43,6 @@ class Best:
         config: the settings.
         task: what is learned.
         ranks: who shares the run.
-
-    Raises:
-        RunError: a task whose runs are not chosen, or without held-out rows; several processes.
     """
 
     def __init__(self, model: nn.Module, config: RunConfig, task: Task, ranks: Ranks = ALONE) -> None:

@@ -173,11 +173,7 @@ def _in_folder(setup: Callable[[], Work], folder: str) -> Work:
 
 @contextmanager
 def cluster(told: str | None, device: str, out: Path) -> Iterator[Nodes | None]:
-    """The nodes that --cluster names: ray, ray://HOST:PORT, slurm or slurm://PARTITION; None: there is none.
-
-    Raises:
-        RunError: it is none of these, or cannot be reached.
-    """
+    """The nodes that --cluster names: ray, ray://HOST:PORT, slurm or slurm://PARTITION; None: there is none."""
     if told is None:
         yield None
         return

@@ -68,7 +68,6 @@ def do_all(
         hosts: does the jobs there, and not in `count` processes of this machine.
 
     Raises:
-        RunError: a job failed, or its process died; the others have saved what they had.
         Stopped: `stop` was set; all workers have saved.
     """
     with one_thread(count):

@@ -68,11 +68,7 @@ def doublings(low: int, high: int) -> tuple[int, ...]:
 
 
 def parse_top_k(text: str, num_experts: int) -> tuple[int, int]:
-    """The first and the last k that "2", "2:N" or "N/2:N" means with N = `num_experts`; N/2 is rounded down.
-
-    Raises:
-        RunError: another form, a k outside 1 … N, or a first k above the last.
-    """
+    """The first and the last k that "2", "2:N" or "N/2:N" means with N = `num_experts`; N/2 is rounded down."""
     parts = str(text).strip().split(":")
     sizes: list[int] = []
     for part in parts:

@@ -19,11 +19,7 @@ from pointsman_lab.training.config import RunConfig
 
 
 def recorded_kernels(values: Mapping[str, Any], where: Path) -> Kernels:
-    """The kernels recorded in a checkpoint or comparison.
-
-    Raises:
-        RunError: this machine cannot use them; names `where`.
-    """
+    """The kernels recorded in a checkpoint or comparison."""
     try:
         return Kernels.from_dict(values)
     except (TypeError, ValueError) as error:
@@ -31,11 +27,7 @@ def recorded_kernels(values: Mapping[str, Any], where: Path) -> Kernels:
 
 
 def choose_kernels(config: RunConfig, given: Kernels | None = None, device: torch.device | None = None) -> Kernels:
-    """The kernels of a new run: the plain ones if it is to be deterministic, those given to it, or its settings'.
-
-    Raises:
-        RunError: the run wants our kernels for GPUs where they cannot run.
-    """
+    """The kernels of a new run: the plain ones if it is to be deterministic, those given to it, or its settings'."""
     if config.gpu_kernels == "triton":
         why = "deterministic=true takes the plain kernels" if config.deterministic else None
         if device is not None and device.type != "cuda":

@@ -176,11 +176,7 @@ def objective_of(
     label_smoothing: float = 0.0,
     weighted_by_targets: bool = False,
 ) -> Objective:
-    """The objective that the model's routers need: `loss` unless a router asks for the consistency of two passes.
-
-    Raises:
-        RunError: routers that ask for different ones, or for one that does not exist, or for one with label smoothing.
-    """
+    """The objective that the model's routers need: `loss` unless a router asks for the consistency of two passes."""
     wanted = {(router.objective, router.objective_weight) for _, router in named_routers(model) if router.objective}
     if not wanted:
         own = smoothed(predict, label_smoothing) if label_smoothing else loss

@@ -63,9 +63,6 @@ def build_adam(
     Args:
         scales: what `lr_scales` gives. Parameters of one factor are a group, whose "lr_scale" it is.
         undecayed: ids of parameters without weight decay, in groups of their own.
-
-    Raises:
-        RunError: there are none.
     """
     if not parameters:
         raise RunError("nothing in the model trains")
@@ -102,11 +99,7 @@ def optimizer_tensors(optimizer: torch.optim.Adam, parameters: Mapping[str, nn.P
 def restore_optimizer(
     optimizer: torch.optim.Adam, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
-    """What `optimizer_tensors` gave, back into a fresh optimizer over the same parameters.
-
-    Raises:
-        RunError: tensors that do not fit the parameters.
-    """
+    """What `optimizer_tensors` gave, back into a fresh optimizer over the same parameters."""
     state: dict[int, dict[str, Tensor]] = {}
     places = {
         id(one): place for place, one in enumerate(one for group in optimizer.param_groups for one in group["params"])

@@ -48,11 +48,7 @@ class Saver:
     def save(
         self, folder: Path, step: int, model: nn.Module, files: Files, state: Mapping[str, Any], keep: int
     ) -> None:
-        """Begins to write `folder/step-N`, after the checkpoint before it is whole; else as `write_folder`.
-
-        Raises:
-            RunError: the checkpoint before it was not written, or what all ranks hold whole differs between them.
-        """
+        """Begins to write `folder/step-N`, after the checkpoint before it is whole; else as `write_folder`."""
         self.wait()
         self.ranks.agree(_replicated(files["model"]), "what every rank holds whole")
         aliases = {"model": _aliases(model, files["model"])}
@@ -63,11 +59,7 @@ class Saver:
         self._writing = self._thread.submit(self._write, folder, step, copies, aliases, state, keep)
 
     def wait(self) -> None:
-        """Returns when the last checkpoint is whole.
-
-        Raises:
-            RunError: it was not written; on all ranks, and the message names the rank whose disk refused it.
-        """
+        """Returns when the last checkpoint is whole."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()

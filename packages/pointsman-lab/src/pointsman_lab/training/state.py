@@ -60,9 +60,6 @@ class TrainingState:
 
     Attributes:
         stopping: whether some rank was asked to stop before the end of the last step; of several ranks.
-
-    Raises:
-        RunError: ranks that do not divide a micro-batch.
     """
 
     def __init__(

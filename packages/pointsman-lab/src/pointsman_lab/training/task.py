@@ -93,11 +93,7 @@ class Task(ABC):
 
     @abstractmethod
     def check(self, config: RunConfig) -> None:
-        """Refuses data that these settings cannot use, before anything is written.
-
-        Raises:
-            RunError: in one line.
-        """
+        """Refuses data that these settings cannot use, before anything is written."""
 
     @abstractmethod
     def build_model(self, config: RunConfig) -> Any:
@@ -130,19 +126,11 @@ class Task(ABC):
         """How the figures of the final evaluation came about. Records with another protocol are out of date."""
 
     def observed(self, config: RunConfig, split: str, tokens: int | None, device: torch.device) -> Observed:
-        """What a diagnosis of this task's models reads: about `tokens` tokens of a part, None: all.
-
-        Raises:
-            RunError: there is nothing to read, or no such part.
-        """
+        """What a diagnosis of this task's models reads: about `tokens` tokens of a part, None: all."""
         raise RunError(f"models of the family {config.model.family!r} are not diagnosed")
 
     def stretch(self, config: RunConfig, tokens: int) -> list[NDArray[np.int64]]:
-        """Ids of texts, about `tokens` together, for the page's look at single tokens; a later text may follow.
-
-        Raises:
-            RunError: there are none.
-        """
+        """Ids of texts, about `tokens` together, for the page's look at single tokens; a later text may follow."""
         raise RunError(f"models of the family {config.model.family!r} have no page of single tokens")
 
     def description(self) -> dict[str, Any]:
@@ -196,9 +184,6 @@ def pretraining_task(config: RunConfig, progress: DataProgress | None = None, vo
     Args:
         progress: called as progress(what, done, total).
         vocabulary: that of a trained run; None: built from the data.
-
-    Raises:
-        RunError: what reading the data raises.
     """
     task: Task = trains(config.model.family).open(config, progress, vocabulary)
     return task
@@ -217,11 +202,7 @@ def check_models(configs: Sequence[RunConfig], task: Task, layout: Layout) -> No
 def check_on_ranks(
     configs: Sequence[RunConfig], count: int, layout: Layout, progress: DataProgress | None = None
 ) -> None:
-    """Reads the data and checks all that ranks will train, before one of them starts: settings of the same data.
-
-    Raises:
-        RunError: what every rank would raise.
-    """
+    """Reads the data and checks all that ranks will train, before one of them starts: settings of the same data."""
     for config in configs:
         check_ranks(config, Ranks(count=count))
     task = pretraining_task(configs[0], progress)

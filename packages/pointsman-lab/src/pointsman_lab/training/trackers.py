@@ -47,9 +47,6 @@ class Library:
 
     Both read their own environment variables (WANDB_MODE, WANDB_PROJECT, TRACKIO_DIR, …). Steps that an interrupted run
     has sent already are not sent again.
-
-    Raises:
-        RunError: the library is missing, or refuses to begin (no login, no connection).
     """
 
     def __init__(self, name: str, folder: Path, label: str, settings: Mapping[str, Any]) -> None:

@@ -31,11 +31,7 @@ Choice = tuple[tuple[str, str], ...]
 
 
 def choices(told: Sequence[str]) -> list[Choice]:
-    """All combinations of `KEY=A,B,C` or `KEY=LOW..HIGH`, which doubles from LOW on.
-
-    Raises:
-        RunError: a text of another form.
-    """
+    """All combinations of `KEY=A,B,C` or `KEY=LOW..HIGH`, which doubles from LOW on."""
     columns = []
     for one in told:
         key, _, values = one.partition("=")
@@ -96,9 +92,6 @@ def tuned(
         train: trains a plan in a directory.
         say: gets the table of each row's choices.
         lower_is_better: of a metric's name.
-
-    Raises:
-        RunError: the seed of the tuning is among the plan's, or a text of another form.
     """
     if SEED in plan.seeds:
         raise RunError(f"--tune uses seed {SEED}, which is then no seed of a result: fewer --seeds")

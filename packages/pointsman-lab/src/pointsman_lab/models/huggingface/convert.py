@@ -182,11 +182,7 @@ def _their_state(
 
 
 def from_transformers(theirs: Any, where: str, router: str | None = None) -> Decoder:
-    """The decoder with the weights of a model of transformers, in evaluation mode; its gates where the router allows.
-
-    Raises:
-        RunError: what `read_config` raises.
-    """
+    """The decoder with the weights of a model of transformers, in evaluation mode; gates where the router allows."""
     config, found = read_config(theirs.config, where, router)
     model = Decoder(config)
     load_theirs(model, theirs.state_dict(), found.shared)
@@ -199,9 +195,6 @@ def load_theirs(model: Decoder, state: Mapping[str, Tensor], shared: str | None)
 
     Returns:
         names of the sparse layers whose router keeps its own initial values: it has no linear scores to copy into.
-
-    Raises:
-        RunError: a tensor is missing or of another shape.
     """
     own = model.state_dict()
 

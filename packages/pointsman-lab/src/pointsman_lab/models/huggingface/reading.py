@@ -21,11 +21,7 @@ REFUSED = {
 
 
 def open_config(folder: str) -> Any:
-    """The configuration in a folder of transformers.
-
-    Raises:
-        RunError: no folder, or none that transformers can read.
-    """
+    """The configuration in a folder of transformers."""
     from transformers import AutoConfig
 
     path = Path(folder)
@@ -39,11 +35,7 @@ def open_config(folder: str) -> Any:
 
 
 def class_of(kind: str, where: str) -> HubClass:
-    """The class with this `model_type`.
-
-    Raises:
-        RunError: none that a decoder can be; names the nearest.
-    """
+    """The class with this `model_type`."""
     for one in CLASSES:
         if one.kind == kind:
             return one
@@ -60,9 +52,6 @@ def read_config(config: Any, where: str, router: str | None = None) -> tuple[Dec
         config: of one of `CLASSES`.
         where: for errors: the folder.
         router: a router spec instead of the class's own gate.
-
-    Raises:
-        RunError: another class, or a setting that no decoder has.
     """
     found = class_of(str(config.model_type), where)
     _refuse(config, where)

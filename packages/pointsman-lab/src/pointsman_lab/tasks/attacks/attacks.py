@@ -66,11 +66,7 @@ class Attacked:
 
 
 def attack_texts(rows: Sequence[IdArray], vocabulary: Vocabulary, attack: Attack) -> Attacked:
-    """Attacks texts given as ids: exactly round(rate x words) words over all texts.
-
-    Raises:
-        RunError: tokens that are subwords.
-    """
+    """Attacks texts given as ids: exactly round(rate x words) words over all texts."""
     if vocabulary.level == "subword":
         raise RunError("attacks need a run on bytes, characters or words: this one's tokens are subwords")
     spans = [_words(row, vocabulary) for row in rows]

@@ -120,11 +120,7 @@ class LabelledTexts:
 
 
 def parse_task(text: str) -> tuple[str, Columns]:
-    """The name or path, and the columns, of `NAME|PATH[:text=COLUMN][:label=COLUMN]`.
-
-    Raises:
-        RunError: the name is empty.
-    """
+    """The name or path, and the columns, of `NAME|PATH[:text=COLUMN][:label=COLUMN]`."""
     name, *options = _OPTION.split(text)
     if not name.strip():
         allowed = f"{did_you_mean('', TASKS)}, or a CSV, TSV or JSONL file"
@@ -143,10 +139,6 @@ def load_task(spec: str, *, data_dir: Path | None = None) -> LabelledTexts:
     Args:
         spec: the value of `--task`.
         data_dir: the folder with the user's data.
-
-    Raises:
-        RunError: one line: no such task or file, wrong columns, an empty text, a label that does not occur in training,
-            a class without training examples, fewer than two classes.
     """
     name, columns = parse_task(spec)
     path = find_task(spec, data_dir=data_dir)
@@ -159,11 +151,7 @@ def load_task(spec: str, *, data_dir: Path | None = None) -> LabelledTexts:
 
 
 def find_task(spec: str, *, data_dir: Path | None = None) -> Path | None:
-    """The file or folder of a task, without reading it; None for a known name.
-
-    Raises:
-        RunError: no such task, file or folder; columns of a known name.
-    """
+    """The file or folder of a task, without reading it; None for a known name."""
     name, columns = parse_task(spec)
     if name in TASKS:
         if columns != Columns():

@@ -46,12 +46,7 @@ def format_of(path: Path) -> str | None:
 
 
 def read_labelled(path: Path, columns: Columns | None = None) -> list[LabelledText]:
-    """The examples of a file, in order. Texts and labels are stripped.
-
-    Raises:
-        RunError: the file cannot be read, is not UTF-8, is empty, has an unknown format or wrong columns, or a row has
-            no text or no label. The message names the file, and the line if there is one.
-    """
+    """The examples of a file, in order. Texts and labels are stripped."""
     columns = columns or Columns()
     kind = format_of(path)
     if kind is None:

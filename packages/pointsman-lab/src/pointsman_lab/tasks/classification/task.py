@@ -141,9 +141,6 @@ def encode_examples(examples: Examples, vocabulary: Vocabulary, max_length: int)
     """Encodes texts and appends an end mark; a text longer than `max_length` with its mark is truncated at the end.
 
     A classifier uses the hidden state at the mark (`end_mark`).
-
-    Raises:
-        RunError: `max_length` is below 2, or a text is empty in this vocabulary.
     """
     if max_length < 2:
         raise RunError(f"length {max_length}: at least 2 tokens are needed, a text and its end mark")

@@ -52,11 +52,7 @@ class Features:
 
 
 def features(items: Sequence[Item], pieces: Pieces, length: int, classes: Mapping[str, int]) -> Features:
-    """Items of one kind as rows of at most `length` pieces.
-
-    Raises:
-        RunError: a length that no item fits in.
-    """
+    """Items of one kind as rows of at most `length` pieces."""
     if length < 16:
         raise RunError(f"length {length}: at least 16 pieces are needed")
     first = items[0]

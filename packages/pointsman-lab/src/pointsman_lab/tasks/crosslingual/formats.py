@@ -70,9 +70,6 @@ def read_pairs(file: Path, labels: Sequence[str] | None, language: str = "en") -
     Args:
         labels: None: labels are not needed.
         language: of a file that does not name languages.
-
-    Raises:
-        RunError: a row of another width, a label that is not one of `labels`, or no row.
     """
     found: dict[str, list[Pair]] = {}
     places: dict[int, int] = {}
@@ -118,9 +115,6 @@ def read_tagged(file: Path, tags: Sequence[str] | None, language: str = "") -> l
     Args:
         tags: None: tags are not needed.
         language: LANG.
-
-    Raises:
-        RunError: a line of another form, or a tag that is not one of `tags`.
     """
     conllu = ".conllu" in file.name
     sentences: list[Tagged] = []
@@ -164,10 +158,6 @@ def read_questions(file: Path, *, answered: bool = True) -> list[Question]:
 
     Args:
         answered: False: answers are not needed, and not read.
-
-    Raises:
-        RunError: other JSON, or no question; an answer that is empty, or does not stand where its offset says: named
-            by its id.
     """
     with reading(file), open_unpacked(file) as opened:
         raw = opened.read(MOST_JSON + 1)

@@ -57,11 +57,7 @@ class XtremeData:
 
 
 def load_xtreme(spec: str, data_dir: Path | None) -> XtremeData:
-    """`TASK[:languages=en+de]`, from the published files in the data folder.
-
-    Raises:
-        RunError: no data folder, an unknown language or option, files that are missing or damaged.
-    """
+    """`TASK[:languages=en+de]`, from the published files in the data folder."""
     name, _, rest = spec.partition(":")
     key, _, wanted = rest.partition("=")
     if rest and (key != "languages" or not wanted):

@@ -80,11 +80,7 @@ class TokenClassifier(nn.Module):
 
 
 class CrossLingual(FineTuning):
-    """Learns a task from its English rows.
-
-    Raises:
-        RunError: a run whose tokens are no pieces.
-    """
+    """Learns a task from its English rows."""
 
     data: XtremeData
     vocabulary: Pieces

@@ -243,9 +243,6 @@ def load_task(
     Args:
         languages: those to read; None: all.
         labelled: False: for the text alone, labels and answers need not be there.
-
-    Raises:
-        RunError: an unknown task, or files that are missing or damaged.
     """
     if name not in XTREME:
         raise RunError(f"unknown task {name!r}: {did_you_mean(name, XTREME)}")

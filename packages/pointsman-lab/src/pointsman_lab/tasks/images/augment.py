@@ -57,11 +57,7 @@ class Augmentation:
 
     @classmethod
     def parse(cls, text: str) -> Augmentation:
-        """Reads `crop=4+flip+mixup=0.2+randaugment=2,10`; an empty text is no augmentation.
-
-        Raises:
-            RunError: an unknown name (with the nearest one), a missing or impossible number.
-        """
+        """Reads `crop=4+flip+mixup=0.2+randaugment=2,10`; an empty text is no augmentation."""
         values: dict[str, object] = {}
         for word in filter(None, text.split("+")):
             name, _, value = word.partition("=")
@@ -218,9 +214,6 @@ class ImageStream:
         num_classes: C.
         augmentation: what is done to the images.
         seed: of the order and of the augmentations.
-
-    Raises:
-        RunError: the part is empty.
     """
 
     def __init__(

@@ -34,9 +34,6 @@ def corrupt(images: Pixels, corruption: str, severity: int, first: int = 0) -> P
         corruption: one of `CORRUPTIONS`.
         severity: from 1 to 5.
         first: the number of the first image in its set, which seeds its draws.
-
-    Raises:
-        RunError: an unknown corruption, severity or side.
     """
     if corruption not in CORRUPTIONS:
         raise RunError(f"unknown corruption {corruption!r}: {did_you_mean(corruption, CORRUPTIONS)}")

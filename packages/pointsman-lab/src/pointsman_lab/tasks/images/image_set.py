@@ -95,11 +95,7 @@ class ImageSet:
         return tuple(self._parts)
 
     def split(self, name: str) -> ImagePart:
-        """The part "train", "valid" or "test".
-
-        Raises:
-            RunError: the set has no such part.
-        """
+        """The part "train", "valid" or "test"."""
         if name not in SPLITS:
             raise RunError(f"there is no split {name!r}: {did_you_mean(name, SPLITS)}")
         if name not in self._parts:
@@ -107,11 +103,7 @@ class ImageSet:
         return self._parts[name]
 
     def relabelled(self, classes: Sequence[str]) -> ImageSet:
-        """The same images with labels that are places in `classes`.
-
-        Raises:
-            RunError: a class that is none of these.
-        """
+        """The same images with labels that are places in `classes`."""
         if tuple(classes) == self.classes:
             return self
         number = {name: label for label, name in enumerate(classes)}
@@ -134,10 +126,6 @@ def load_images(spec: str, *, data_dir: Path | None = None) -> ImageSet:
         spec: the set, by name or path. `size`: the shorter side is resized to it, then the centre is cropped.
             Without it all images must be square and of one size.
         data_dir: where names are looked up.
-
-    Raises:
-        RunError: no such set, an unknown option; of the images read later: one is damaged, or of another side than
-            the first one's without `size`.
     """
     text, size = _parse(spec)
     path = _find(text, data_dir)

@@ -74,11 +74,7 @@ class Layout:
 
 
 def open_layout(path: Path) -> Layout:
-    """The labelled images in a folder, a tar archive or a .npy file.
-
-    Raises:
-        RunError: none of the layouts, CIFAR's pickles, a damaged file, or labels that do not fit the images.
-    """
+    """The labelled images in a folder, a tar archive or a .npy file."""
     if path.is_dir():
         if sorted(path.glob("data_batch_*.png")) or (path / "test_batch.png").is_file():
             return _sheets(path)

@@ -69,11 +69,7 @@ class Asked:
 
     @classmethod
     def parse(cls, text: str, **others: Any) -> Asked:
-        """`KIND[:PATH]`.
-
-        Raises:
-            RunError: an unknown kind, with the nearest one; a kind that needs a path, without it.
-        """
+        """`KIND[:PATH]`."""
         kind, _, path = text.partition(":")
         if kind not in KINDS:
             raise RunError(f"--robust {text}: unknown kind {kind!r}: {did_you_mean(kind, KINDS)}")
@@ -101,11 +97,7 @@ def robustness(
     stop: Stop | None = None,
     keep: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The record of one run: what `robustness.images` and `image_attacks` give, with "kind", "checkpoint", "protocol".
-
-    Raises:
-        RunError: a run on text, data that are missing or do not fit, k out of range.
-    """
+    """The record of one run: what `robustness.images` and `image_attacks` give, with "kind", "checkpoint" and so on."""
     config = run.config
     if config.model.reads_tokens:
         raise RunError(f"{run.path} learned text: --robust is for runs on images, --attack for text")
@@ -214,11 +206,7 @@ def comparison_robustness(
     stop: Stop | None = None,
     predictions: bool = False,
 ) -> None:
-    """Writes the record of every run of a comparison that has a checkpoint; those that are there stay.
-
-    Raises:
-        RunError: no comparison, no run with a checkpoint, or what `robustness` raises.
-    """
+    """Writes the record of every run of a comparison that has a checkpoint; those that are there stay."""
     progress = progress or Quiet()
     paths = [run_path(out, router, seed) for router, seed in saved_runs(out, required_plan(out), progress.note)]
     for place, path in enumerate(paths, 1):
@@ -241,9 +229,6 @@ def save_robustness(
     The same: asked in the same words, of the same weights and images, with a PATH that holds what it held. With
     `predictions` it is made anew, and predictions/robust-KIND/SET-kK.csv have each image's class, prediction and
     confidence.
-
-    Raises:
-        RunError: predictions under an attack, or what `robustness` raises.
     """
     if predictions and asked.kind in ATTACKS:
         raise RunError(f"--predictions official: no official scorer reads predictions under {asked.kind}; leave it out")

@@ -71,9 +71,6 @@ def detection(scores: Numbers, positive: NDArray[np.bool_]) -> dict[str, float]:
 
     The last one is at the threshold whose recall is nearest to 95 %, of several the lowest, as the code of
     natural-adv-examples takes it.
-
-    Raises:
-        RunError: scikit-learn is not installed.
     """
     with needing("detection of outliers needs scikit-learn", "vision"):
         from sklearn import metrics

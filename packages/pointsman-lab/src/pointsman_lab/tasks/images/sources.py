@@ -100,9 +100,5 @@ class Corrupted:
 
 
 def check_corruptions(side: int) -> None:
-    """Refuses images of a side for which no corruption is defined.
-
-    Raises:
-        RunError: in one line.
-    """
+    """Refuses images of a side for which no corruption is defined."""
     corrupt(np.zeros((0, side, side, 3), dtype=np.uint8), next(iter(CORRUPTIONS)), 1)

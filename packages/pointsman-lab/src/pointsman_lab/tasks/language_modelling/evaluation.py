@@ -84,9 +84,6 @@ def evaluate(
         "routers": {layer: {"entropy", "entropy_std", "load"}}}. Entropies are of the full distribution before mixing,
         means and deviations over tokens in nats; with a mixer "mixed_entropy" is that of what selection saw. `load` [E]
         is each expert's share of the assignments.
-
-    Raises:
-        RunError: a text shorter than one segment.
     """
     device = next(model.parameters()).device
     if isinstance(tokens, tuple):

@@ -78,9 +78,6 @@ def generate(
         model: a language model in evaluation mode (`set_top_k` sets its k).
         prompts: ids of each.
         context: how many tokens the model sees at most.
-
-    Raises:
-        RunError: what `check_prompts` raises.
     """
     check_prompts(prompts, context)
     device = next(model.parameters()).device

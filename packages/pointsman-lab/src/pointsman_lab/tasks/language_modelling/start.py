@@ -21,9 +21,6 @@ def start_config(config: RunConfig, folder: str, router: str | None) -> RunConfi
 
     Args:
         config: the other settings; its model is replaced.
-
-    Raises:
-        RunError: no folder, no configuration in it, a class that no decoder can be, or settings that none has.
     """
     model, _ = read_config(open_config(folder), folder, router)
     k = str(model.top_k)
@@ -35,11 +32,7 @@ def start_config(config: RunConfig, folder: str, router: str | None) -> RunConfi
 
 
 def started(config: RunConfig) -> tuple[Decoder, str]:
-    """The model at step 0, and a line that says whether its logits are those of the folder's model.
-
-    Raises:
-        RunError: the folder holds no model of a class that a decoder can be, or its weights do not fit.
-    """
+    """The model at step 0, and a line that says whether its logits are those of the folder's model."""
     from pointsman.hf.loading import load_model
 
     folder = config.own["start_from"]

@@ -181,11 +181,7 @@ def eval_protocol(config: RunConfig, tokens: int | None) -> EvalProtocol:
 
 
 def corpus_of(run: Run, spec: str | None = None, progress: DataProgress | None = None) -> Corpus:
-    """A run's data, or others, in the run's vocabulary.
-
-    Raises:
-        RunError: the run is of no language model, or what `open_corpus` raises.
-    """
+    """A run's data, or others, in the run's vocabulary."""
     if not isinstance(run.vocabulary, Vocabulary):
         raise RunError(f"{run.path} learned {run.config.data}: this is for language models")
     return open_corpus(spec or run.config.data, vocabulary=run.vocabulary, progress=progress)

@@ -107,11 +107,7 @@ def pack(sentences: Sequence[str], pieces: Pieces, length: int) -> tuple[Blocks,
 
 
 def pack_text(text: MultilingualText, pieces: Pieces, length: int) -> PackedText:
-    """Packs every language; without a validation part it gives 1/64 of its blocks (at least 64), those of lowest hash.
-
-    Raises:
-        RunError: a language without text, or with too little for a validation part.
-    """
+    """Packs every language; without a validation part, 1/64 of its blocks (at least 64), of lowest hash, is that."""
     train, valid, unknown, cut = {}, {}, {}, 0
     for language, sentences in text.train.items():
         blocks, more = pack(sentences, pieces, length)

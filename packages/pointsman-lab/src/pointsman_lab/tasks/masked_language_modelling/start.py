@@ -34,9 +34,6 @@ def start_config(config: RunConfig, folder: str, router: str | None) -> RunConfi
 
     Args:
         config: of a preset of encoders; the sizes of its dense part are replaced.
-
-    Raises:
-        RunError: no folder, another model than XLM-R, or a setting of it that no encoder has.
     """
     theirs = open_config(folder)
     if theirs.model_type != "xlm-roberta":
@@ -64,11 +61,7 @@ def start_config(config: RunConfig, folder: str, router: str | None) -> RunConfi
 
 
 def started(config: RunConfig) -> tuple[Encoder, str]:
-    """The model at step 0, and a line that says where its weights are from.
-
-    Raises:
-        RunError: the folder holds no such model, or its weights do not fit.
-    """
+    """The model at step 0, and a line that says where its weights are from."""
     from pointsman.hf.loading import load_model
 
     folder = config.own["start_from"]
@@ -87,9 +80,6 @@ def load_xlm_roberta(model: Encoder, state: Mapping[str, Tensor], where: str) ->
 
     Returns:
         how many sparse layers got copies of a feed-forward layer as their experts.
-
-    Raises:
-        RunError: a weight is missing, or of another shape.
     """
     own = dict(model.named_parameters())
 

@@ -181,20 +181,12 @@ class MaskedBatches:
 
 
 def masking(config: RunConfig) -> Masking:
-    """What training masks.
-
-    Raises:
-        RunError: shares outside 0 to 1.
-    """
+    """What training masks."""
     return Masking(*(config.own[name] for name in ("mask_rate", "mask_token_share", "random_share")))
 
 
 def check(config: RunConfig) -> None:
-    """Refuses settings that no text can be read with.
-
-    Raises:
-        RunError: a share out of range, or blocks longer than the model's positions.
-    """
+    """Refuses settings that no text can be read with."""
     masking(config)
     if not config.own["mask_rate"]:
         raise RunError("mask_rate=0: nothing would be learned; allowed are numbers above 0 to 1")

@@ -38,11 +38,7 @@ FORMAT = 4
 
 
 def read_text(spec: str, data_dir: Path | None = None) -> MultilingualText:
-    """Reads `multilingual:PATH[:languages=en+de]` or `xtreme-text[:languages=en+de]`.
-
-    Raises:
-        RunError: no such folder, a language without text, an unknown option.
-    """
+    """Reads `multilingual:PATH[:languages=en+de]` or `xtreme-text[:languages=en+de]`."""
     check_spec(spec, data_dir)
     body, _, option = spec.partition(":languages=")
     wanted = tuple(filter(None, option.split("+")))
@@ -64,11 +60,7 @@ def read_text(spec: str, data_dir: Path | None = None) -> MultilingualText:
 
 
 def check_spec(spec: str, data_dir: Path | None) -> None:
-    """Refuses a spec that names no multilingual text, without reading it.
-
-    Raises:
-        RunError: another form, no data folder, or no such folder.
-    """
+    """Refuses a spec that names no multilingual text, without reading it."""
     body = spec.partition(":languages=")[0]
     kind, colon, path = body.partition(":")
     if body == "xtreme-text":
@@ -204,9 +196,6 @@ def open_blocks(
         exponent: of the languages' shares in the text that the pieces are learned from.
         pieces: those of a trained run; None: learned from the text.
         progress: called as progress(what, done, total).
-
-    Raises:
-        RunError: as `read_text`, `learn_pieces` and `pack_text`.
     """
     data_dir = data_folder()
     check_spec(spec, data_dir)

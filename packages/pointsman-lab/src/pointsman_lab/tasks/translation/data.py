@@ -58,11 +58,7 @@ class ParallelText:
         return f"{self.name}: into {self.target}; {sizes}{notes}"
 
     def pieces(self, size: int, exponent: float) -> Pieces:
-        """Pieces learned from the training part, of all languages together.
-
-        Raises:
-            RunError: as `learn_pieces`.
-        """
+        """Pieces learned from the training part, of all languages together."""
         texts = {language: tuple(one for one, _ in pairs) for language, pairs in self.parts["train"].items()}
         sides = list(dict.fromkeys(tuple(other for _, other in pairs) for pairs in self.parts["train"].values()))
         texts[self.target] = tuple(other for side in sides for other in side)  # a side that all share counts once
@@ -76,12 +72,7 @@ def open_parallel(spec: str) -> ParallelText:
 
 
 def load_parallel(spec: str, data_dir: Path | None) -> ParallelText:
-    """Reads `multi30k[:from=de+fr][:to=en]`, `parallel:PATH:from=de:to=en` or `wmt:FOLDER[:from=fr+cs][:to=en]`.
-
-    Raises:
-        RunError: another form, a missing file, parts of different length, an empty file or
-            sentence.
-    """
+    """Reads `multi30k[:from=de+fr][:to=en]`, `parallel:PATH:from=de:to=en` or `wmt:FOLDER[:from=fr+cs][:to=en]`."""
     name, *options = spec.split(":")
     if name in ("parallel", "wmt") and options and "=" not in options[0]:
         folder, *options = options

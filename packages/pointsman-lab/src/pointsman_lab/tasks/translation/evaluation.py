@@ -115,9 +115,6 @@ def evaluate_translation(
         For each k: {"split", "top_k", "nats": None, "metric": "bleu", "tokens": pieces of the sources, "value": mean
         over source languages, "chrf", "signature", "languages": {language: {"value", "chrf", "sentences"}},
         "routers": of the encoder's side}.
-
-    Raises:
-        RunError: sacrebleu is not installed.
     """
     metrics = _metrics()
     device = next(model.parameters()).device

@@ -236,11 +236,7 @@ def _wide(rows: Tensor, length: int, fill: int) -> Tensor:
 
 
 def check(config: RunConfig) -> None:
-    """Refuses sentences longer than the model's positions.
-
-    Raises:
-        RunError: they are.
-    """
+    """Refuses sentences longer than the model's positions."""
     model = config.model
     if isinstance(model, TranslationConfig) and config.segment_length > model.max_length:
         raise RunError(f"segment_length={config.segment_length}: model.max_length is {model.max_length}")
