@@ -24,12 +24,7 @@ Settings = Mapping[str, Any]
 
 
 class Steps:
-    """A run under way.
-
-    Args:
-        device: where it trains.
-        settings: of the run: what `recipes.preset` takes, its name as "preset".
-    """
+    """A run under way."""
 
     def __init__(self, device: str, settings: Settings) -> None:
         name, rest = settings["preset"], {key: value for key, value in settings.items() if key != "preset"}

@@ -62,11 +62,7 @@ def ratio(own: Sequence[float], other: Sequence[float]) -> float:
 
 
 def table(title: str, calls: Mapping[str, Call], rounds: int, count: int, unit: str, peers: Sequence[str]) -> Grid:
-    """Rates, and the time of the fastest peer over each.
-
-    Args:
-        count: of `unit`s in a call.
-    """
+    """Rates, and the time of the fastest peer over each."""
     times = measured(calls, rounds)
     base = times[min(peers, key=lambda peer: statistics.median(times[peer]))]
     rows = [[name, f"{count / statistics.median(own):,.0f}", f"{ratio(own, base):.2f}"] for name, own in times.items()]

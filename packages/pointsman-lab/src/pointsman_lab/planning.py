@@ -150,12 +150,7 @@ def layouts(world: int, experts: int) -> Iterator[Layout]:
 
 
 def plan(shape: Shape, gpus: Sequence[int], layout: str | None = None) -> Grid:
-    """A line for each layout of each number of GPUs.
-
-    Args:
-        shape: the model. gpus: numbers of GPUs.
-        layout: only this one, as `Layout.parse` reads it.
-    """
+    """A line for each layout of each number of GPUs."""
     rows = []
     for world in gpus:
         for one in layouts(world, shape.experts) if layout is None else [Layout.parse(layout, world)]:

@@ -116,11 +116,7 @@ def _columns(width: int) -> Iterator[ProgressColumn]:
 
 @contextmanager
 def stop_on_signals(*, tell: bool = True) -> Iterator[threading.Event]:
-    """Ctrl-C and SIGTERM set the event, so that a command can save and end; a second Ctrl-C interrupts at once.
-
-    Args:
-        tell: whether to say so.
-    """
+    """Ctrl-C and SIGTERM set the event, so that a command can save and end; a second Ctrl-C interrupts at once."""
     stop = threading.Event()
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -36,9 +36,6 @@ PUBLISHED_NAME = "sentencepiece.bpe.model"
 class Pieces:
     """A SentencePiece model.
 
-    Args:
-        model: the content of a SentencePiece model file.
-
     Attributes:
         published: whether it has the form of XLM-R's.
     """
@@ -203,13 +200,7 @@ def learn_pieces(text: MultilingualText, size: int, *, exponent: float = 0.7, se
 
 
 def train_pieces(sentences: Iterable[str], size: int, *, coverage: float = 0.9995) -> Pieces:
-    """Trains a unigram model of `size` pieces; the same sentences in the same order give the same model.
-
-    Args:
-        sentences: the text to learn from, one sentence each.
-        size: V, special pieces included.
-        coverage: share of the characters in the text that the pieces must cover.
-    """
+    """Trains a unigram model of `size` pieces; the same sentences in the same order give the same model."""
     if size < 16:
         raise RunError(f"{size} pieces: at least 16 are needed")
     return Pieces(

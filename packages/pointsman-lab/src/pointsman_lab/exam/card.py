@@ -26,13 +26,7 @@ CELL = 7  # columns of a terminal
 
 
 class Card(Forms):
-    """What an exam has found.
-
-    Args:
-        tasks: names, in order.
-        cells: (task, row) -> what `cell.read_cell` gives.
-        rows: in the table's order.
-    """
+    """What an exam has found."""
 
     file = "exam"
 

@@ -78,12 +78,6 @@ def _at(task: Task, student: Student, test: Batch, k: int | None) -> tuple[float
 def run(task: Task, row: str, seed: int, rate: float, check: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Trains and judges.
 
-    Args:
-        row: one of `student.ROWS`, or a router spec.
-        seed: of data and initial weights.
-        rate: the learning rate.
-        check: called now and then; may raise, to stop.
-
     Returns:
         value (the primary measure; None where it is not finite), curve [[step, value], ...], and of routed rows ami,
         used, cost (experts a token) and confusion (clusters x experts, the last column is none).

@@ -33,12 +33,7 @@ def _says(spec: str, option: str) -> bool:
 
 
 class Student(nn.Module):
-    """below -> layer -> above.
-
-    Args:
-        row: one of `ROWS`, or a router spec.
-        seed: of the initial weights; those outside the router are the same for every row that has them.
-    """
+    """below -> layer -> above."""
 
     def __init__(self, task: Task, row: str, seed: int) -> None:
         super().__init__()

@@ -31,14 +31,7 @@ TOP_K = 2
 
 
 class FineTuning(Task):
-    """A task that is learned from pre-trained weights; `TaskEntry.fine_tuning` returns the class.
-
-    Args:
-        data: what is learned.
-        settings: of the fine-tuning.
-        vocabulary: of the pre-trained run.
-        weights: of the pre-trained model; None = fresh ones.
-    """
+    """A task that is learned from pre-trained weights; `TaskEntry.fine_tuning` returns the class."""
 
     may_choose = True
 
@@ -51,11 +44,7 @@ class FineTuning(Task):
 
     @classmethod
     def find(cls, spec: str) -> None:
-        """Refuses a task that does not exist, without reading it.
-
-        Args:
-            spec: as `--task` names it.
-        """
+        """Refuses a task that does not exist, without reading it."""
 
     @classmethod
     @abstractmethod
@@ -207,11 +196,6 @@ def set_balance(model: nn.Module, balance: float | None) -> None:
 @torch.no_grad()
 def change_from(weights: Mapping[str, Tensor], model: Any, encoded: Encoded) -> dict[str, Any]:
     """Routing fluctuation between the pre-trained model and the fine-tuned one, on the same texts at k = 2.
-
-    Args:
-        weights: of the pre-trained language model.
-        model: fine-tuned from it.
-        encoded: texts; the first 256 are read.
 
     Returns:
         {"top_k", "examples", "layers": {layer: what `Fluctuation` gives}}; padding is left out.

@@ -59,11 +59,7 @@ def _routers(table: PublishedTable, runs: Sequence[RunRecord]) -> dict[tuple[str
 def averages(
     table: PublishedTable, values: Mapping[tuple[int, int], Mapping[int, float]]
 ) -> dict[tuple[int, int], dict[int, float]]:
-    """Figures for the columns of averages, of the seeds that have all other columns.
-
-    Args:
-        values: (line, column) -> seed -> figure.
-    """
+    """Figures for the columns of averages, of the seeds that have all other columns."""
     found: dict[tuple[int, int], dict[int, float]] = {}
     of = [(j, column.task or column.name) for j, column in enumerate(table.columns) if column.quantity != "average"]
     for j in (j for j, column in enumerate(table.columns) if column.quantity == "average"):
@@ -80,9 +76,6 @@ def average(figures: Sequence[tuple[str, float | None]]) -> float | None:
 
     Args:
         figures: (task, figure) of each column.
-
-    Returns:
-        None where a figure is missing.
     """
     tasks: dict[str, list[float]] = {}
     for task, figure in figures:

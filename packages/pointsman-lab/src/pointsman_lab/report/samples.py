@@ -85,9 +85,6 @@ def collect_all(comparison: Comparison, *, note: Note | None = None, keep: bool 
 
     Args:
         keep: writes them into the runs' folders; else into a temporary one.
-
-    Returns:
-        The comparison, with these samples.
     """
     runs = dict(comparison.runs)
     for router in comparison.routers:

@@ -57,12 +57,6 @@ def write_folder(folder: Path, step: int, files: Mapping[str, bytes], state: Map
     """Writes `folder/step-N` and removes the oldest checkpoints until `keep` are left (0 = removes none).
 
     Checkpoints of later steps are renamed to `passed-over-step-M`: the run that saves step N has rejected them.
-
-    Args:
-        folder: the run's `checkpoints` folder; made if missing.
-        step: N.
-        files: content by file name.
-        state: the content of state.json.
     """
     with writing(folder, step):
         aside = begin_folder(folder)

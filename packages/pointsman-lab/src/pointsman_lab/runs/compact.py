@@ -52,11 +52,7 @@ _FILE = re.compile(rf"(?:finetune/{_NAME}/seed-[0-9]+/)?([^/]+)")
 
 
 def write_record(folder: Path) -> Path | None:
-    """Writes record.jsonl of a comparison (`record_of`).
-
-    Returns:
-        The file; None where no run is finished.
-    """
+    """Writes record.jsonl of a comparison (`record_of`)."""
     text = record_of(folder)
     return write_whole(folder / RECORD, text) if text else None
 
@@ -77,9 +73,6 @@ def restore(folder: Path, into: Path | None = None) -> list[Path]:
 
     Args:
         into: the folder that gets them; by default `folder` itself.
-
-    Returns:
-        The directories made.
     """
     made = []
     for entry in read_record(folder):

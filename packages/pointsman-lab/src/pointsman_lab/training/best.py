@@ -36,14 +36,7 @@ def validated_k(config: RunConfig) -> int:
 
 
 class Best:
-    """The best weights so far.
-
-    Args:
-        model: the model that trains.
-        config: the settings.
-        task: what is learned.
-        ranks: who shares the run.
-    """
+    """The best weights so far."""
 
     def __init__(self, model: nn.Module, config: RunConfig, task: Task, ranks: Ranks = ALONE) -> None:
         if ranks.count > 1:

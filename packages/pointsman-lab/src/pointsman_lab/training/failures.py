@@ -72,13 +72,7 @@ def first_of_ranks(name: str | None, order: Sequence[str], ranks: Ranks) -> str 
 
 
 def what_diverged(step: int, loss: float, norm: float, layer: str | None, gradient: Callable[[], str | None]) -> str:
-    """In words what was not finite first.
-
-    Args:
-        loss, norm: of which one is not finite.
-        layer: the first whose output is not finite.
-        gradient: finds the parameter whose gradient was the first.
-    """
+    """In words what was not finite first."""
     what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
     if layer:
         where = f"the first output that is not finite is that of layer {layer}"

@@ -25,10 +25,6 @@ def import_named(name: str) -> str:
 def import_recorded(router: str, names: Sequence[str]) -> None:
     """Makes the router setting of a saved run known: imports what the run records, where this user has named it before.
 
-    Args:
-        router: one spec, or several joined by "|".
-        names: what `import_routers` returned when the run was made.
-
     Raises:
         ValueError: the router is unknown, and the run's module was never named here, or its file is gone or changed.
     """

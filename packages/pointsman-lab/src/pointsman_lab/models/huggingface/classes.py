@@ -115,11 +115,7 @@ CLASSES = (
 
 
 def common_settings(config: DecoderConfig, top_k: int, length: int) -> dict[str, Any]:
-    """The settings that all classes have.
-
-    Args:
-        length: the longest text (`max_position_embeddings`).
-    """
+    """The settings that all classes have."""
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.dim,

@@ -66,11 +66,6 @@ def sparse_layers(model: Decoder) -> Iterator[tuple[int, MoE]]:
 def to_transformers(model: Decoder, *, top_k: int, length: int, check: bool = True) -> Any:
     """A model of transformers with the same logits, in evaluation mode.
 
-    Args:
-        top_k: experts a token.
-        length: the longest text (`max_position_embeddings`).
-        check: compare the logits of some random tokens.
-
     Raises:
         NoClassError: no class expresses the model; names the layer and why.
     """

@@ -46,13 +46,7 @@ def class_of(kind: str, where: str) -> HubClass:
 
 
 def read_config(config: Any, where: str, router: str | None = None) -> tuple[DecoderConfig, HubClass]:
-    """The settings of the decoder that computes what a model with this configuration computes.
-
-    Args:
-        config: of one of `CLASSES`.
-        where: for errors: the folder.
-        router: a router spec instead of the class's own gate.
-    """
+    """The settings of the decoder that computes what a model with this configuration computes."""
     found = class_of(str(config.model_type), where)
     _refuse(config, where)
     heads = int(config.num_attention_heads)

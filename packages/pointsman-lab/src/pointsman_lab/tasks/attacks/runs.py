@@ -125,10 +125,6 @@ def change_under_attack(
 
     Each text is read on its own, without memory: the first 64 texts, up to 512 tokens of each.
 
-    Args:
-        clean: ids of the texts.
-        attacked: the result of `attack_texts` for them.
-
     Returns:
         {"top_k", "texts", "layers": {layer: result of `Fluctuation`}}; no layers for a model without routers.
     """
@@ -175,12 +171,6 @@ def run_under_attack(
     data_progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Evaluates a language model on clean texts and under each attack; attacked tokens count as targets.
-
-    Args:
-        run: from `load_run`.
-        attacks: applied to the texts of the clean evaluation.
-        data: other data than the run's, encoded with the run's vocabulary.
-        split, top_k, tokens: of the evaluation; top_k None = the run's, tokens None = all.
 
     Returns:
         {"format", "name", "checkpoint", "protocol", "results", "routing"}: `results` are those of `evaluate`, then

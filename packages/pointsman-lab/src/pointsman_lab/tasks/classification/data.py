@@ -135,10 +135,6 @@ def load_task(spec: str, *, data_dir: Path | None = None) -> LabelledTexts:
     A name is looked up in `data_dir`; anything else is a file or folder, relative to
     `data_dir` or by its path. A folder contains train.*, and test.* or dev.* (valid.*, val.*). A single file is split
     80 / 10 / 10 % by a hash of each text: equal texts are in the same split, and the result is equal on every machine.
-
-    Args:
-        spec: the value of `--task`.
-        data_dir: the folder with the user's data.
     """
     name, columns = parse_task(spec)
     path = find_task(spec, data_dir=data_dir)

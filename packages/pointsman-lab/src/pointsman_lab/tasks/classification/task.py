@@ -183,11 +183,6 @@ def evaluate_task(
 ) -> list[dict[str, Any]]:
     """Classifies every example at every k of `top_k`.
 
-    Args:
-        encoded: the examples, in the model's vocabulary.
-        batch_size: texts side by side; padding is left out of everything, so it changes no figure but by rounding.
-        split, top_k, how: as of `passes.evaluated`, also for errors.
-
     Returns:
         For each k: {"split", "top_k", "nats", "metric": "accuracy", "value", "examples", "tokens", "routers"}: `value`
         is the share of examples whose class was found (0 to 1), `nats` the mean cross-entropy of their labels.

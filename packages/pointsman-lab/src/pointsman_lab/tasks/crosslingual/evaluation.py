@@ -51,13 +51,6 @@ def evaluate_languages(
 ) -> list[dict[str, Any]]:
     """Scores every language at every k.
 
-    Args:
-        model: `Classifier` (pairs) or `TokenClassifier` (tags, questions).
-        name, kind, classes: of the task.
-        parts: language -> its test part.
-        keep: filled with k -> language -> predictions.
-        split, top_k, how: as of `passes.evaluated`, also for errors.
-
     Returns:
         For each k: {"split", "top_k", "nats", "metric", "value": the mean over languages, "error": its standard error,
         "transfer": the mean without English, "gap": English minus it, "exact_match" of questions and "f1_xtreme" of

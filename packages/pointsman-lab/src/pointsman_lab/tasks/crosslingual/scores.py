@@ -101,13 +101,7 @@ def word_f1(given: Sequence[str], expected: Sequence[str]) -> float:
 def score_answers(
     predictions: Mapping[str, str], answers: Mapping[str, Sequence[str]], language: str | None = None
 ) -> AnswerScore:
-    """The best of each question's answers counts; a missing prediction scores 0.
-
-    Args:
-        predictions: question id -> text.
-        answers: question id -> right answers.
-        language: MLQA's rules in this language; None: SQuAD's.
-    """
+    """The best of each question's answers counts; a missing prediction scores 0."""
     words = (lambda text: normalized(text).split()) if language is None else normalized_in(language)
     exact = f1 = 0.0
     for identity, right in answers.items():
@@ -223,10 +217,6 @@ def score(
     - udpos: accuracy over words; `f1_xtreme`, XTREME's figure, beside it.
     - panx: micro F1 of entities; `accuracy` over words.
     - questions: F1 and `exact`, as XTREME has it: of mlqa by MLQA's rules of the language, of others by SQuAD's.
-
-    Args:
-        predictions: of each item its class, its words' tags, or its answer.
-        groups: of the items, as in `XtremeData.groups`.
     """
     first = items[0]
     others: dict[str, float] = {}

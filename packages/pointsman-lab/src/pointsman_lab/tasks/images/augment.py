@@ -207,13 +207,6 @@ class ImageStream:
     """Training batches: each epoch visits every image once, in an order drawn from (seed, epoch).
 
     Batches go on over the end of an epoch, so that every batch has B images.
-
-    Args:
-        part: the training split.
-        batch_size: B.
-        num_classes: C.
-        augmentation: what is done to the images.
-        seed: of the order and of the augmentations.
     """
 
     def __init__(

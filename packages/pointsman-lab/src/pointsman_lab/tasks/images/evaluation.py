@@ -53,13 +53,6 @@ def evaluate_images(
 ) -> list[dict[str, Any]]:
     """Classifies every image at every k of `top_k`.
 
-    Args:
-        part: the images.
-        batch_size: images side by side.
-        budget: how many images at most, evenly spaced; None: all.
-        keep: filled with k -> `predictions` of the images that this rank reads.
-        split, top_k, how: as of `passes.evaluated`, also for errors.
-
     Returns:
         For each k: {"split", "top_k", "nats", "metric": "accuracy", "value", "images", "tokens", "per_class",
         "routers"}: `value` is the share of images whose class was found (0 to 1), `per_class` that of each class (None

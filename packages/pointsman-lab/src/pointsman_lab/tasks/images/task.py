@@ -34,12 +34,7 @@ def open_images(spec: str) -> ImageSet:
 
 
 class ImageClassification(Task):
-    """Learns the classes of a set of images.
-
-    Args:
-        images: the set.
-        vocabulary: the classes of a trained run, whose labels the images get; None: their own.
-    """
+    """Learns the classes of a set of images."""
 
     vocabulary: ClassNames
     scorer = "calibration_tools.py of natural-adv-examples"

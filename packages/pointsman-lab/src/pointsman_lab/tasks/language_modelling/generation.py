@@ -73,11 +73,6 @@ def generate(
     """Continues every prompt by `tokens` tokens; yields the next of each, [B].
 
     Beyond the context the oldest tokens are forgotten.
-
-    Args:
-        model: a language model in evaluation mode (`set_top_k` sets its k).
-        prompts: ids of each.
-        context: how many tokens the model sees at most.
     """
     check_prompts(prompts, context)
     device = next(model.parameters()).device

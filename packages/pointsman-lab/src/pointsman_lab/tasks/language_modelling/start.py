@@ -17,11 +17,7 @@ SAME = 1e-4  # of the logits' standard deviation
 
 
 def start_config(config: RunConfig, folder: str, router: str | None) -> RunConfig:
-    """The settings of a run that starts from a folder: its model, with its own router or another, trained at its k.
-
-    Args:
-        config: the other settings; its model is replaced.
-    """
+    """The settings of a run that starts from a folder: its model, with its own router or another, trained at its k."""
     model, _ = read_config(open_config(folder), folder, router)
     k = str(model.top_k)
     own = {name: value for name, value in config.own.items() if name in own_settings(model.family)}

@@ -180,15 +180,7 @@ def mask(
 
 
 class MaskedStream:
-    """Training batches: each row's language is drawn by its share, its block is the next of a permutation of them.
-
-    Args:
-        text: packed blocks.
-        batch_size: B.
-        masking: what is masked.
-        exponent: of the sampling shares, over tokens.
-        seed: of everything that is drawn.
-    """
+    """Training batches: each row's language is drawn by its share, its block is the next of a permutation of them."""
 
     def __init__(
         self, text: PackedText, batch_size: int, *, masking: Masking | None = None, exponent: float = 0.7, seed: int = 0

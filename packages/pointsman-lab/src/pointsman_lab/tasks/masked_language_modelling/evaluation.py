@@ -70,12 +70,6 @@ def evaluate_masked(
 ) -> list[dict[str, Any]]:
     """Scores the validation blocks at every k.
 
-    Args:
-        model: an encoder: model(inputs, targets) -> nats [M] of the masked positions, in reading order.
-        shares: language -> its weight in the pooled figures: the sampling shares of training.
-        tokens: about how many places are read; None = all.
-        split, top_k, how: as of `passes.evaluated`, also for errors.
-
     Returns:
         For each k: {"split", "top_k", "nats", "metric": "perplexity", "value", "nats_per_character", "tokens" (real
         places read), "masked", "languages": {language: {"nats", "value", "nats_per_character", "masked"}}, "routers"}.

@@ -30,11 +30,7 @@ _HEAD = {"dense": "project", "layer_norm": "norm"}
 
 
 def start_config(config: RunConfig, folder: str, router: str | None) -> RunConfig:
-    """The settings of a run that starts from a folder: its sizes, with the sparse layers of the preset.
-
-    Args:
-        config: of a preset of encoders; the sizes of its dense part are replaced.
-    """
+    """The settings of a run that starts from a folder: its sizes, with the sparse layers of the preset."""
     theirs = open_config(folder)
     if theirs.model_type != "xlm-roberta":
         raise RunError(f"{folder}: {theirs.model_type!r} is no model that an encoder can be: allowed is 'xlm-roberta'")

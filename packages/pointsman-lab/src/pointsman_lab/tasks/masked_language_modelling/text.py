@@ -188,15 +188,7 @@ def open_blocks(
     pieces: Pieces | None = None,
     progress: DataProgress | None = None,
 ) -> PackedText:
-    """`--data xtreme-text` or `multilingual:PATH` in blocks of `length` pieces; POINTSMAN_DATA names the data folder.
-
-    Args:
-        spec: as `read_text` takes it.
-        size: number of pieces to learn.
-        exponent: of the languages' shares in the text that the pieces are learned from.
-        pieces: those of a trained run; None: learned from the text.
-        progress: called as progress(what, done, total).
-    """
+    """`--data xtreme-text` or `multilingual:PATH` in blocks of `length` pieces."""
     data_dir = data_folder()
     check_spec(spec, data_dir)
     how = [FORMAT, spec, length, pieces.digest if pieces else [size, exponent], list(_files(spec, data_dir))]

@@ -104,13 +104,6 @@ def evaluate_translation(
 ) -> list[dict[str, Any]]:
     """Translates every part and scores it at every k.
 
-    Args:
-        parts: source language -> pairs.
-        beam: hypotheses; 1 = greedy.
-        length: pieces of a source at most.
-        keep: filled with k -> source language -> translations.
-        split, top_k, how: as of `passes.evaluated`, also for errors.
-
     Returns:
         For each k: {"split", "top_k", "nats": None, "metric": "bleu", "tokens": pieces of the sources, "value": mean
         over source languages, "chrf", "signature", "languages": {language: {"value", "chrf", "sentences"}},

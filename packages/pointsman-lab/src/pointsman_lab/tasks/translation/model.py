@@ -205,12 +205,7 @@ class Translator(nn.Module):
     def decode(
         self, tokens: Tensor, source: tuple[Tensor, ...], source_mask: Tensor, memory: Memory | None = None
     ) -> tuple[Tensor, Memory]:
-        """Logits [B, T, V] after target tokens [B, T], and the cache for the next ones.
-
-        Args:
-            source, source_mask: what `encode` gave.
-            memory: the cache of earlier target tokens.
-        """
+        """Logits [B, T, V] after target tokens [B, T], and the cache for the next ones."""
         weight = self.encoder.embedding.weight
         hidden, kept = self.decoder(tokens, weight, source, source_mask, memory)
         return no_view(linear(hidden, weight, self.bias)), kept
