@@ -12,6 +12,7 @@ from typing import Any
 from pointsman._errors import RunError
 from pointsman._files import open_named, parse_json
 from pointsman_lab.cli.options import Parser, choose_device, refuse_runs, whole
+from pointsman_lab.cli.runs import write_page
 
 EPILOG = """examples:
   pointsman audit allenai/OLMoE-1B-7B-0924 --data wikitext-2 --top-k 1,2,4,8,16
@@ -102,12 +103,7 @@ def run(words: Sequence[str]) -> int:
         )  # fmt: skip
     print(result.markdown())
     result.save(out, data=values.data, command=shlex.join(["pointsman", "audit", *words]))
-    from pointsman_lab.report import write_report
-
-    try:
-        print(f"page: {write_report(out)}; all figures: {out / 'audit.json'}", file=sys.stderr)
-    except RunError as missing:
-        print(f"all figures: {out / 'audit.json'}; no page: {missing}", file=sys.stderr)
+    print(f"all figures: {out / 'audit.json'}; {write_page(out)}", file=sys.stderr)
     return 0
 
 

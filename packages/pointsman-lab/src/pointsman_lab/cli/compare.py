@@ -16,7 +16,7 @@ from pointsman_lab.cli.options import Parser, choose_device, whole, words
 from pointsman_lab.cli.progress import Display, stop_on_signals
 from pointsman_lab.cli.ranks import FLAGS as RANK_FLAGS
 from pointsman_lab.cli.ranks import add_rank_flags, in_a_rank, joined, launched
-from pointsman_lab.cli.runs import add_run_flags, run_config, use_recorded_imports
+from pointsman_lab.cli.runs import add_run_flags, run_config, use_recorded_imports, write_page
 
 if TYPE_CHECKING:
     from pointsman.parallel.layout import Layout
@@ -75,7 +75,7 @@ def run(arguments: Sequence[str]) -> int:
     if showing and not values.routers and not values.task and values.out:
         flags.without_effect(values, TRAINING_FLAGS, "without --routers: only tables and page are made again")
         print(shown(values))
-        print(f"\n{write_page(values.out)}", file=sys.stderr)
+        print(f"\n{write_page(values.out, explorer=True)}", file=sys.stderr)
         return 0
     if not values.routers and not (values.task and values.out):
         raise RunError("pointsman compare: --routers is missing: name one or more, as in --routers smoe,hyperrouter")
@@ -99,7 +99,7 @@ def run(arguments: Sequence[str]) -> int:
     if not values.routers:
         with cluster(values.cluster, device, values.out) as hosts:
             fine_tune_comparison(values, values.out, device, hosts)
-        print(write_page(values.out), file=sys.stderr)
+        print(write_page(values.out, explorer=True), file=sys.stderr)
         return 0
     if values.processes:
         flags.without_effect(values, ["--tune"], "with --processes: tune without it first")
@@ -142,7 +142,7 @@ def run(arguments: Sequence[str]) -> int:
     if values.task:
         with cluster(values.cluster, device, values.out) as hosts:
             fine_tune_comparison(values, values.out, device, hosts)
-    print(f"\n{write_page(values.out)}", file=sys.stderr)
+    print(f"\n{write_page(values.out, explorer=True)}", file=sys.stderr)
     return 0
 
 
@@ -173,13 +173,3 @@ def shown(values: Any) -> str:
     ComparisonTable.of(replace(read_comparison(values.out), shown=plan["shown"]))  # refuses a column before it is kept
     write_shown(values.out, plan)
     return write_tables(values.out)
-
-
-def write_page(out: Path) -> str:
-    """Writes report.html without looking into a router anew; without the packages for it, says what to install."""
-    from pointsman_lab.report import write_report
-
-    try:
-        return f"page: {write_report(out)}; with maps and a routing explorer: pointsman report {out}"
-    except RunError as missing:
-        return f"no page: {missing}"

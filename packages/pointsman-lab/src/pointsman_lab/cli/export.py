@@ -10,7 +10,7 @@ from typing import Any
 
 from pointsman._errors import RunError
 from pointsman._values import printable
-from pointsman_lab.cli.options import Parser, check_device, refuse_runs, whole
+from pointsman_lab.cli.options import Parser, refuse_runs, whole
 from pointsman_lab.registry import trains
 
 EPILOG = """examples:
@@ -34,7 +34,6 @@ def parser() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     flags = parser()
     values = flags.read(arguments)
-    check_device(values.device)
     if values.format == "hf":
         flags.without_effect(values, ("--materialize",), "with --format hf, which always does it")
         return huggingface(values)

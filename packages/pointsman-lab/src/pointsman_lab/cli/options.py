@@ -87,6 +87,8 @@ class Parser(argparse.ArgumentParser):
             values.imports = [import_named(name) for name in values.imports]
         if getattr(values, "out", None) is not None and self.out_is_folder and values.out.is_file():
             raise RunError(f"{self.prog}: --out {values.out}: this is a file; allowed is a folder, new or not")
+        if values.device is not None and getattr(values, "cluster", None) is None:  # of other machines
+            choose_device(values.device)
         return values
 
     def without_effect(self, values: argparse.Namespace, flags: Sequence[str], unless: str) -> None:
@@ -261,12 +263,6 @@ def choose_device(name: str | None) -> str:
     except (RuntimeError, AssertionError, NotImplementedError):
         raise RunError(f"--device {name}: PyTorch cannot use it on this machine; allowed here is cpu") from None
     return str(device)
-
-
-def check_device(name: str | None) -> None:
-    """Raises RunError for an unknown device, in commands that use none; without a name torch is not imported."""
-    if name is not None:
-        choose_device(name)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

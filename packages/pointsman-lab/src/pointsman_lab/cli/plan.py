@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pointsman._errors import RunError
-from pointsman_lab.cli.options import Parser, check_device, k_list, overrides, whole
+from pointsman_lab.cli.options import Parser, k_list, overrides, whole
 
 if TYPE_CHECKING:
     from pointsman_lab.planning import Shape
@@ -40,7 +40,6 @@ def parser() -> Parser:
 def run(words: Sequence[str]) -> int:
     flags = parser()
     values = flags.read(words)
-    check_device(values.device)
     from pointsman._files import write_whole
     from pointsman_lab.planning import plan
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pointsman._values import printable
-from pointsman_lab.cli.options import Parser, check_device, words
+from pointsman_lab.cli.options import Parser, words
 from pointsman_lab.cli.runs import recorded_imports
 
 EPILOG = """examples:
@@ -33,7 +33,6 @@ def parser() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     flags = parser()
     values = flags.read(arguments)
-    check_device(values.device)
     if values.paper:
         flags.without_effect(values, ("--figures", "--map"), "with --paper, which writes tables")
     from pointsman_lab import report

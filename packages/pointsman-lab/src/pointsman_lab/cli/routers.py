@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pointsman_lab.cli.options import Parser, aligned, check_device, overrides, whole
+from pointsman_lab.cli.options import Parser, aligned, overrides, whole
 
 EPILOG = """examples:
   pointsman routers
@@ -40,7 +40,6 @@ def run(words: Sequence[str]) -> int:
     values = flags.read(words)
     if not values.cost:
         flags.without_effect(values, ("--preset", "--vocabulary", "--set"), "without --cost")
-    check_device(values.device)
     from pointsman._files import write_whole
 
     text = cost(values, flags) if values.cost else explain_spec(values.name) if values.name else listing()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pointsman._errors import RunError
 from pointsman_lab.cli.options import Parser, overrides, words
 from pointsman_lab.registry import entries
 
@@ -81,3 +82,14 @@ def changed(config: RunConfig, values: argparse.Namespace) -> RunConfig:
     given |= {name: getattr(values, name, None) for entry in entries() for name in entry.settings}
     changes = {name: value for name, value in given.items() if value is not None}
     return config.with_overrides({**changes, **overrides(values.set)})
+
+
+def write_page(out: Path, *, explorer: bool = False) -> str:
+    """Writes report.html; without the packages for it, says what to install. `explorer`: tells how to make one."""
+    from pointsman_lab.report import write_report
+
+    try:
+        page = f"page: {write_report(out)}"
+    except RunError as missing:
+        return f"no page: {missing}"
+    return f"{page}; with maps and a routing explorer: pointsman report {out}" if explorer else page

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from pointsman._errors import RunError
 from pointsman._values import printable
-from pointsman_lab.cli.options import Parser, check_device
+from pointsman_lab.cli.options import Parser
+from pointsman_lab.cli.runs import write_page
 
 ENDING = ".pointsman"
 EPILOG = """examples:
@@ -31,7 +32,6 @@ def parser() -> Parser:
 
 def run(words: Sequence[str]) -> int:
     values = parser().read(words)
-    check_device(values.device)
     from pointsman_lab.runs.comparison import read
     from pointsman_lab.runs.sharing import EXAM, share
 
@@ -82,8 +82,6 @@ def open_parser() -> Parser:
 
 def run_open(words: Sequence[str]) -> int:
     values = open_parser().read(words)
-    check_device(values.device)
-    from pointsman_lab.report import write_report
     from pointsman_lab.report.results import write_tables
     from pointsman_lab.runs.sharing import EXAM, open_shared
 
@@ -115,10 +113,7 @@ def run_open(words: Sequence[str]) -> int:
         print(f"page: {write_card(card, out)}", file=sys.stderr)
         print(out)
         return 0
-    try:
-        print(f"page: {write_report(out)}", file=sys.stderr)
-    except RunError as missing:
-        print(f"no page: {missing}", file=sys.stderr)
+    print(write_page(out), file=sys.stderr)
     print(out)
     return 0
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from pointsman_lab.cli.options import Parser, check_device
+from pointsman_lab.cli.options import Parser
 
 EPILOG = """examples:
   pointsman submit runs/mine --router mine --name "Mine, tuned"
@@ -28,7 +28,6 @@ def parser() -> Parser:
 
 def run(words: Sequence[str]) -> int:
     values = parser().read(words)
-    check_device(values.device)
     from pointsman._files import write_whole
     from pointsman_lab.runs.entry import entry_of
 

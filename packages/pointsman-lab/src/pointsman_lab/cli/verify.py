@@ -12,7 +12,7 @@ from pointsman._errors import RunError
 from pointsman._files import parse_json, read_json, read_lines, read_text, within
 from pointsman._shapes import shape_of
 from pointsman._values import printable
-from pointsman_lab.cli.options import Parser, check_device
+from pointsman_lab.cli.options import Parser
 from pointsman_lab.runs.compact import RECORD, read_record
 from pointsman_lab.runs.comparison import Comparison, read
 from pointsman_lab.runs.paths import AUDIT, CHECKPOINTS, COMPARISON, CONFIG, EXPLORER, METRICS, VOCABULARY
@@ -40,7 +40,6 @@ def parser() -> Parser:
 
 def run(arguments: Sequence[str]) -> int:
     values = parser().read(arguments)
-    check_device(values.device)
     root = values.folder
     kind = kind_of(root)
     found = list(faults(root, kind))

@@ -32,7 +32,7 @@ def evaluate(values: argparse.Namespace, device: str) -> int:
             _, file = save_robustness(
                 saved, asked, out=values.out, progress=display, stop=stop, predictions=bool(values.predictions)
             )
-    from pointsman_lab.cli.compare import write_page
+    from pointsman_lab.cli.runs import write_page
     from pointsman_lab.runs.comparison import read_comparison
     from pointsman_lab.runs.record import RunRecord
     from pointsman_lab.tasks.images.robust_table import robust_tables, shifted_images, table_of
