@@ -71,14 +71,11 @@ def test_from_pretrained(tmp_path: object) -> None:
     torch.testing.assert_close(logits["pointsman"], logits["grouped_mm"], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "tokens", "decodes", "taken"), [
-    ("mixtral", 20, False, "ours"), ("mixtral", 2, False, "batched_mm"), ("mixtral", 2, True, "ours"),
-    ("gpt_oss", 20, False, "grouped_mm"), ("gpt_oss", 2, False, "batched_mm"), ("gpt_oss", 2, True, "batched_mm"),
+@pytest.mark.parametrize(("name", "tokens", "taken"), [
+    ("mixtral", 20, "ours"), ("mixtral", 2, "batched_mm"), ("gpt_oss", 20, "grouped_mm"), ("gpt_oss", 2, "batched_mm"),
 ])  # fmt: skip
-def test_what_other_devices_take(
-    name: str, tokens: int, decodes: bool, taken: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """ "meta" stands for a GPU; `decodes`: whether our kernels for decoding can be used there."""
+def test_what_other_devices_take(name: str, tokens: int, taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "meta" stands for a GPU."""
     from pointsman.hf import experts as module
 
     seen: list[str] = []
@@ -87,7 +84,6 @@ def test_what_other_devices_take(
         return lambda *given: (seen.append(name), torch.empty(tokens, 1))[1]
 
     monkeypatch.setattr(module, "apply_experts", noting("ours"))
-    monkeypatch.setattr(module.on_gpu, "takes_few", lambda *_: decodes)
     for way in ("batched_mm", "grouped_mm"):
         monkeypatch.setattr(module.huggingface, f"{way}_experts_forward", noting(way))
     model = zoo.tiny_model(name)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pointsman import build_router
 from pointsman.ops.kernels import Kernels, using
 from pointsman.ops.visible import Prepared
 from pointsman.routers.mutual.streaming import inform
@@ -35,24 +32,6 @@ def alike(calls: Callable[[], tuple[list[Tensor], list[Tensor]]], tolerance: flo
         mine, theirs = mine.cpu().double(), theirs.cpu().double()
         error, size = (mine - theirs).norm(), theirs.norm() + theirs.numel() ** 0.5
         assert error <= tolerance * size
-
-
-@pytest.mark.parametrize("spec", ["smoe:balance=0.01:z_loss=0.1", "hyperrouter", "xmoe"])
-def test_routers_on_a_device(spec: str) -> None:
-    router = build_router(spec, dim=96, num_experts=20, top_k=3)
-    exact = copy.deepcopy(router).double()
-    router.cuda()
-    hidden, upper = torch.randn(3, LENGTH, 96), torch.randn(3 * LENGTH, 3)
-
-    def run(one: Any, given: Tensor) -> list[Tensor]:
-        given = given.requires_grad_()
-        routing = one(given)
-        total = (routing.weights * upper.to(given)).sum() + sum(routing.losses.values())
-        leaves = [given, *one.parameters()]
-        return [routing.experts, routing.weights, *torch.autograd.grad(total, leaves, materialize_grads=True)]
-
-    with using(Kernels(gpu="triton")):
-        alike(lambda: (run(router, hidden.cuda()), run(exact, hidden.double())), 1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -23,7 +23,6 @@ from transformers.integrations import moe as huggingface
 
 from pointsman.experts.apply import apply_experts
 from pointsman.hf.gates import Gate
-from pointsman.kernels import experts as on_gpu
 from pointsman.ops.feed_forward import ExpertParameters
 from pointsman.routing import Routing
 
@@ -36,7 +35,7 @@ ACTIVATIONS: dict[type[nn.Module], str] = {
 }
 NAME = "pointsman"
 FEW = 16  # assignments on a GPU up to which `batched_mm`, which copies each one's weights, is expected to be faster
-# than products of many rows; our own kernels for decoding copy nothing, and go before it
+# than products of many rows
 
 
 def register() -> None:
@@ -63,8 +62,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     if activation is not None:
         gate, up = self.gate_up_proj.unflatten(1, (2, -1)).unbind(1)
         parameters = ExpertParameters(up, self.down_proj, w_gate=gate)
-    few_of_ours = parameters is not None and on_gpu.takes_few(hidden_states, top_k_index)
-    if not on_cpu and top_k_index.numel() <= FEW and not few_of_ours and not torch.compiler.is_exporting():
+    if not on_cpu and top_k_index.numel() <= FEW and not torch.compiler.is_exporting():
         few: Tensor = huggingface.batched_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return few
     # our way through experts of another form reads the routing: torch.export cannot, a GPU would wait

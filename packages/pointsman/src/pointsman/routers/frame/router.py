@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pointsman import auxiliary
-from pointsman.kernels.choice import with_triton
 from pointsman.ops.linear import autocast_enabled, upcast
 from pointsman.ranks import ALONE, Ranks
-from pointsman.routers.frame import scoring
 from pointsman.routers.frame.entries import LayerSpec
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores, Selection, Stage, Tensors
 from pointsman.routers.frame.stages import Mixer, Selector, Stages
@@ -138,10 +136,6 @@ class Router(nn.Module):
         score, normalize, select, mix = parts["score"], parts["normalize"], parts["select"], self.mix
         if mix is not None or not getattr(score, "accepts_half", False):
             hidden = upcast(hidden)
-        if mix is None and self.replayed is None and with_triton(hidden):
-            at_once = scoring.route((score, normalize, select), self.top_k, hidden, context)
-            if at_once is not None:
-                return Scored(at_once[0].logits), at_once[0], None, at_once[1]
         found = score(hidden, context)
         scored = found if isinstance(found, Scored) else Scored(found)
         logits, unmixed, carry = scored.logits, None, None

@@ -1,4 +1,4 @@
-"""Router scores: linear, and extended by a choice; on a GPU score, gate and selection are one kernel (`route`)."""
+"""Router scores: linear, and extended by a choice."""
 
 from __future__ import annotations
 
@@ -8,13 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
 
-from pointsman.kernels import router as kernel
-from pointsman.ops.linear import HALF, transformed
-from pointsman.routers.frame.stage_values import Scores, Selection
-from pointsman.routers.frame.stages import Normalizer, Scorer, Selector, TopK
-from pointsman.routing import RoutingContext
+from pointsman.ops.linear import HALF
+from pointsman.routers.frame.stages import Scorer
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -26,32 +22,6 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     dtype = torch.float32 if hidden.dtype in HALF else hidden.dtype
     weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     return F.linear(hidden.to(dtype), weight, bias)
-
-
-def route(
-    stages: tuple[Scorer, Normalizer, Selector], top_k: int, hidden: Tensor, context: RoutingContext
-) -> tuple[Scores, Selection] | None:
-    """hidden [B, T, dim]; None where the stages are to be run one after the other.
-
-    The kernel takes logits that are a product with the experts' weights, a plain top-k, and no mixer.
-    """
-    score, normalize, select = stages
-    gate = normalize.gate_and_scale() if type(select) is TopK else None
-    if gate is None or transformed() or torch.compiler.is_exporting() or not hidden.numel():
-        return None
-    product = score.product(hidden, context)
-    if product is None:
-        return None
-    rows, weight, bias = product
-    if not {type(one) for one in (rows, weight, bias) if one is not None} <= {Tensor, Parameter}:
-        return None  # sharded over processes
-    found = kernel.route(rows.reshape(-1, rows.shape[-1]), weight, bias, *gate, top_k, bool(select.renormalize))
-    if found is None:
-        return None
-    logits, probs, experts, weights = found
-    shape = (*hidden.shape[:2], -1)
-    logits = logits.view(shape)
-    return Scores(logits, probs.view(shape), logits), Selection(experts, weights)
 
 
 def extended(scorer: Scorer, extension: Any) -> Any:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,14 +29,6 @@ def of_chosen(probs: Tensor, experts: Tensor) -> Tensor:
     return probs.gather(-1, experts.clamp_min(0)).masked_fill(experts < 0, 0)
 
 
-class Product(NamedTuple):
-    """Logits z = rows weight' + bias: rows [B, T, A], weight [E, A], bias [E] or None."""
-
-    rows: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
-
-
 class Scorer(Stage):
     """hidden [B, T, dim] -> logits [B, T, E].
 
@@ -56,16 +47,11 @@ class Scorer(Stage):
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        for name in ("accepts_half", "product"):  # are of the same class' `forward`
-            if "forward" in cls.__dict__ and name not in cls.__dict__:
-                setattr(cls, name, getattr(Scorer, name))
+        if "forward" in cls.__dict__ and "accepts_half" not in cls.__dict__:  # is of the same class' `forward`
+            cls.accepts_half = False
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor | Scored:
         raise NotImplementedError
-
-    def product(self, hidden: Tensor, context: RoutingContext) -> Product | None:
-        """The product that the logits are, for a kernel that goes on with it; None where they are more than that."""
-        return None
 
     @property
     def below(self) -> Mapping[str, int]:
@@ -85,21 +71,15 @@ class Normalizer(Stage):
             which still differ where probabilities are rounded to 0 or 1.
         gives: what a choice may count on (`NEEDS`); words: the same for errors.
         reach: an upper bound of the probabilities, for histograms.
-        kernel: the name of the function of the logits alone that the kernels for GPUs have; "" for others.
     """
 
     increasing = False
     gives: frozenset[str] = frozenset()
     words = "scores of its own"
     reach = 1.0
-    kernel = ""
 
     def forward(self, logits: Tensor) -> Tensor:
         raise NotImplementedError
-
-    def gate_and_scale(self) -> tuple[str, Tensor | None] | None:
-        """("softmax" or "sigmoid", s) where p is that function of s z (s None: 1); None where it is something else."""
-        return (self.kernel, None) if self.kernel else None
 
 
 NEEDS = {
@@ -118,7 +98,7 @@ NEEDS = {
 class Softmax(Normalizer):
     """p = softmax(z)."""
 
-    increasing, kernel, words = True, "softmax", "softmax(z)"
+    increasing, words = True, "softmax(z)"
     gives = frozenset({"positive", "share", "distribution", "softmax"})
 
     def forward(self, logits: Tensor) -> Tensor:
@@ -128,7 +108,7 @@ class Softmax(Normalizer):
 class Sigmoid(Normalizer):
     """p_i = sigmoid(z_i), each expert on its own."""
 
-    increasing, kernel, words = True, "sigmoid", "sigmoid(z), which need not sum to 1"
+    increasing, words = True, "sigmoid(z), which need not sum to 1"
     gives = frozenset({"positive", "share", "sigmoid"})
 
     def forward(self, logits: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pointsman.routers.frame.entries import BelowOne, Count, LayerSpec, NotNegative, register_router
 from pointsman.routers.frame.scoring import linear
 from pointsman.routers.frame.stage_values import Loss, LossInput, Stage
-from pointsman.routers.frame.stages import GATES, Product, Scorer, Stages
+from pointsman.routers.frame.stages import GATES, Scorer, Stages
 from pointsman.routers.papers.topk import INIT_STD
 from pointsman.routing import RoutingContext
 
@@ -114,11 +114,9 @@ class HyperScorer(Scorer):
         return self._cache[1:]
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
-        return linear(*HyperScorer.product(self, hidden, context))  # also where a choice has extended it
-
-    def product(self, hidden: Tensor, context: RoutingContext) -> Product:
-        dropped = self.training and self.embed_dropout > 0
-        return Product(hidden, *(self.generate(self.embed_dropout) if dropped else HyperScorer.plain_linear(self)))
+        if self.training and self.embed_dropout:
+            return linear(hidden, *self.generate(self.embed_dropout))
+        return linear(hidden, *HyperScorer.plain_linear(self))  # also where a choice has extended it
 
     def _apply(self, fn: Any, recurse: bool = True) -> HyperScorer:
         self._cache = None

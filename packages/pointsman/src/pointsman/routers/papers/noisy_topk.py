@@ -112,9 +112,10 @@ def noisy_topk(
     epsilon: least standard deviation of the noise.
     init: both maps, or that of the noise alone, start at 0 (the paper), or N(0, 0.02^2).
     """
-    plain = type(stages.score) is LinearScorer and stages.score.product(torch.empty(0), RoutingContext())
-    noisy = extended(stages.score, Noisy)
-    noisy.epsilon, noisy.plain = epsilon, bool(plain and plain.bias is None)
+    score = stages.score
+    plain = type(score) is LinearScorer and score.bias is score.residual is None and not (score.noise or score.jitter)
+    noisy = extended(score, Noisy)
+    noisy.epsilon, noisy.plain = epsilon, plain
     noise = torch.randn(layer.columns, layer.dim)
     noisy.noise_weight = nn.Parameter(noise * (INIT_STD if init == "normal" else 0.0))
     losses = {"importance": Loss(importance_loss, importance), "load": Loss(load_loss, load)}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pointsman.routers.frame.entries import LayerSpec, register_router
 from pointsman.routers.frame.scoring import linear
-from pointsman.routers.frame.stages import Product, Scorer, Stages
+from pointsman.routers.frame.stages import Scorer, Stages
 from pointsman.routers.papers.topk import INIT_STD
 from pointsman.routing import RoutingContext
 
@@ -35,9 +35,6 @@ class FrozenLinearScorer(Scorer):
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
         return linear(hidden, *FrozenLinearScorer.plain_linear(self))  # also where a choice has extended it
-
-    def product(self, hidden: Tensor, context: RoutingContext) -> Product:
-        return Product(hidden, *self.plain_linear())
 
 
 @register_router("smoe-dropout", paper="Chen et al. 2023, arXiv 2303.01610")

@@ -18,7 +18,7 @@ from pointsman.ops.linear import upcast
 from pointsman.routers.frame.entries import LayerSpec, NotNegative, Positive, Probability, Whole, register_router
 from pointsman.routers.frame.scoring import extended, linear
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores
-from pointsman.routers.frame.stages import GATES, Product, Scorer, Selector, Stages
+from pointsman.routers.frame.stages import GATES, Scorer, Selector, Stages
 from pointsman.routers.frame.steps import Kind
 from pointsman.routing import RoutingContext
 
@@ -77,11 +77,6 @@ class LinearScorer(Scorer):
 
     def plain_linear(self) -> tuple[Tensor, Tensor | None] | None:
         return (self.weight, self.bias) if self.residual is None else None
-
-    def product(self, hidden: Tensor, context: RoutingContext) -> Product | None:
-        if self.residual is not None or (self.training and (self.noise or self.jitter)):
-            return None
-        return Product(hidden, self.weight, self.bias)
 
 
 def linear_scores(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pointsman.ops.linear import upcast
 from pointsman.routers.frame.entries import Allowed, LayerSpec, Positive, register_router
 from pointsman.routers.frame.scoring import linear
-from pointsman.routers.frame.stages import Normalizer, Product, Scorer, Stages
+from pointsman.routers.frame.stages import Normalizer, Scorer, Stages
 from pointsman.routing import RoutingContext
 
 NORM_FLOOR = 1e-4  # norms are clamped from below, so that a zero token has cosine 0
@@ -48,14 +48,11 @@ class CosineScorer(Scorer):
         self.expert_embeddings = nn.Parameter(F.normalize(directions, dim=-1) * expert_norm)
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
-        return linear(*CosineScorer.product(self, hidden, context))  # also where a choice has extended it
-
-    def product(self, hidden: Tensor, context: RoutingContext) -> Product:
         tokens = upcast(hidden) if self.projection is None else linear(hidden, self.projection.weight)
         experts = self.expert_embeddings.to(tokens.dtype)
         if self.normalize_tokens:
             tokens = F.normalize(tokens, dim=-1, eps=NORM_FLOOR)
-        return Product(tokens, F.normalize(experts, dim=-1, eps=NORM_FLOOR) if self.normalize_experts else experts)
+        return linear(tokens, F.normalize(experts, dim=-1, eps=NORM_FLOOR) if self.normalize_experts else experts)
 
     @torch.no_grad()
     def step_end(self) -> None:
@@ -80,9 +77,6 @@ class TemperatureGate(Normalizer):
     def forward(self, logits: Tensor) -> Tensor:
         scaled = logits / self.temperature.to(logits.dtype).clamp_min(TEMPERATURE_FLOOR)
         return torch.sigmoid(scaled) if self.gate == "sigmoid" else torch.softmax(scaled, -1)
-
-    def gate_and_scale(self) -> tuple[str, Tensor]:
-        return self.gate, 1 / upcast(self.temperature).clamp_min(TEMPERATURE_FLOOR)
 
     @torch.no_grad()
     def step_end(self) -> None:
