@@ -8,7 +8,7 @@ from pointsman.ops.relative import RelativeBias
 from pointsman.testing.peak import peak_bytes
 from pointsman_lab.models import attention_blocks as ops
 from pointsman_lab.models.traced_attention import traced_attention
-from tests.library.kernels.relative import draw, padding, reference
+from tests.lab.models.relative import draw, padding, reference
 
 
 def relative_attention(query, key, value, *others, **settings):

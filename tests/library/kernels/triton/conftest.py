@@ -1,6 +1,6 @@
 """Kernels in Triton's interpreter: in a process of its own, in which TRITON_INTERPRET is 1 from the start.
 
-`test_experts.py` and `test_others.py` above start it; by hand: TRITON_INTERPRET=1 pytest tests/library/kernels/triton
+`test_experts.py` above starts it; by hand: TRITON_INTERPRET=1 pytest tests/library/kernels/triton
 """
 
 from __future__ import annotations

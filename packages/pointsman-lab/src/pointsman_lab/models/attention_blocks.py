@@ -29,7 +29,16 @@ class Settings(NamedTuple):
     trace: bool
     rank: int
     ranks: int
-    triton: bool
+
+
+class Inputs(NamedTuple):
+    """The tensors of `traced_attention`, and their gradients."""
+
+    query: Tensor
+    key_value: Tensor
+    positions: Tensor
+    content_bias: Tensor
+    position_bias: Tensor
 
 
 class Block(NamedTuple):

@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pointsman.kernels import attention as on_gpu
-from pointsman.kernels.attention import Inputs
 from pointsman.ops import relative
 from pointsman.ops.linear import without_autocast
 from pointsman.ops.relative import by_key
 from pointsman.ranks import ALONE, Ranks
-from pointsman_lab.models.attention_blocks import Products, Settings, blocks, part_of
+from pointsman_lab.models.attention_blocks import Inputs, Products, Settings, blocks, part_of
 
 Heads = tuple[Tensor, ...]
 """One tensor for each head."""
@@ -64,8 +62,7 @@ def traced_attention(
     seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
     others = (tensor.to(query.dtype) for tensor in (key_value, positions, content_bias, position_bias))
     rank, count = (ranks.rank, ranks.count) if dropout else (0, 1)
-    triton = on_gpu.suits(query, positions, dropout)
-    settings = Settings(scale, dropout, seed, trace, rank, count, triton)
+    settings = Settings(scale, dropout, seed, trace, rank, count)
     output, *each = _RelativeAttention.apply(query, *others, settings, key_mask)  # type: ignore[no-untyped-call]
     heads = len(query)
     return output, (tuple(each[:heads]), tuple(each[heads : 2 * heads]), tuple(each[2 * heads :])) if trace else None
@@ -101,11 +98,8 @@ class _RelativeAttention(torch.autograd.Function):
     ) -> Heads:
         inputs = Inputs(query, key_value.contiguous(), positions, content_bias, position_bias)
         with without_autocast(query.device.type):
-            if settings.triton:
-                output, *rest = on_gpu.forward(inputs, settings.scale, key_mask)
-            else:
-                output, rest = _forward(inputs, settings, key_mask), []
-        ctx.save_for_backward(*inputs, key_mask, output, *rest)
+            output = _forward(inputs, settings, key_mask)
+        ctx.save_for_backward(*inputs, key_mask, output)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
         traced = (query, *inputs.key_value.unbind(0)) if settings.trace else ()
@@ -114,16 +108,12 @@ class _RelativeAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None, *each: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: activation checkpointing gives them away at the first look
-        *given, key_mask, output = saved[:7]
+        # once: activation checkpointing gives them away at the first look
+        *given, key_mask, output = ctx.saved_tensors
         inputs, settings = Inputs(*given), ctx.settings
         gradient = torch.zeros_like(output) if gradient is None else gradient
         with without_autocast(output.device.type):
-            if settings.triton:
-                most, total = saved[7:]
-                found = on_gpu.backward(gradient, output, most, total, inputs, settings.scale, key_mask)
-            else:
-                found = _backward(gradient, output, inputs, settings, key_mask)
+            found = _backward(gradient, output, inputs, settings, key_mask)
         for index, own in enumerate(each):
             if own is not None:
                 part, head = divmod(index, len(output))

@@ -31,8 +31,8 @@ class Kernels:
 
     Attributes:
         path: "fast", or "plain": the reference, one expert after the other through autograd.
-        gpu: on a GPU, "torch" (its operators, `F.grouped_mm` for the experts) or "triton" (our kernels for experts,
-            routers, mixers and attention, wherever they take the work).
+        gpu: on a GPU, "torch" (its operators, `F.grouped_mm` for the experts) or "triton" (our kernels for
+            experts, wherever they take the work).
     """
 
     path: str = "fast"

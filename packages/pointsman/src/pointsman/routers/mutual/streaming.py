@@ -20,8 +20,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from pointsman.kernels import mixing
-from pointsman.kernels.choice import with_triton
 from pointsman.ops import relative
 from pointsman.ops.linear import without_autocast
 from pointsman.ops.relative import by_key
@@ -56,7 +54,7 @@ def inform(
 
         result: tuple[Tensor, Tensor] = untraced(inform, prepare, batched, shared, visible, normalization)
         return result
-    options = _Options(prepare, visible, len(batched), normalization, with_triton(batched[0]))
+    options = _Options(prepare, visible, len(batched), normalization)
     out, lse = _Inform.apply(options, *batched, *shared)  # type: ignore[no-untyped-call]
     return out, lse
 
@@ -154,7 +152,6 @@ class _Options(NamedTuple):
     visible: Visible
     batched: int
     normalization: bool
-    triton: bool
 
 
 class _Inform(torch.autograd.Function):
@@ -164,11 +161,6 @@ class _Inform(torch.autograd.Function):
         for group in options.visible.groups(len(inputs[0]), inputs[0].device):
             visible = options.visible.of(group)
             prepared = options.prepare(*_sliced(inputs, options.batched, group))
-            if options.triton and mixing.suits(prepared, visible):
-                whole, each = mixing.forward(prepared, visible)
-                outs.append(whole)
-                sums.append(each)
-                continue
             work = _workspace(prepared, visible)
             out, lse = [], []
             for start, stop in visible.blocks(prepared.query.device):
@@ -184,19 +176,16 @@ class _Inform(torch.autograd.Function):
             sums.append(torch.cat(lse, 1) if lse else prepared.query.new_empty(len(prepared.query), 0))
             outs.append(torch.cat(out, 1) if out else prepared.query[:, :, :0])
         ctx.options = options
-        together, lses = _together(outs), _together(sums)
-        by_kernel = options.triton and mixing.suits(prepared, visible)
-        ctx.save_for_backward(*inputs, *((together, lses) if by_kernel else ()))
+        ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
-        return together, lses if options.normalization or not by_kernel else lses[:, :0].clone()
+        return _together(outs), _together(sums)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         options: _Options = ctx.options
         wanted = ctx.needs_input_grad[1:]
-        saved = ctx.saved_tensors  # once: activation checkpointing gives them away at the first look
-        inputs, kept = saved[: len(wanted)], saved[len(wanted) :]
+        inputs = ctx.saved_tensors  # once: activation checkpointing gives them away at the first look
         found: list[list[Tensor]] = [[] for _ in inputs]
         for group in options.visible.groups(len(inputs[0]), inputs[0].device):
             with torch.enable_grad(), without_autocast(inputs[0].device.type):
@@ -204,11 +193,7 @@ class _Inform(torch.autograd.Function):
                 parts = [tensor.detach().requires_grad_(want) for tensor, want in sliced]
                 prepared = options.prepare(*parts)
             here = [None if gradient is None else gradient[group] for gradient in gradients]
-            visible = options.visible.of(group)
-            if kept:
-                results = mixing.backward(prepared.detach(), visible, *(tensor[group] for tensor in kept), *here)
-            else:
-                results = _backward(prepared.detach(), visible, *here)
+            results = _backward(prepared.detach(), options.visible.of(group), *here)
             made = [(t, g) for t, g in zip(prepared, results, strict=True) if t is not None and t.requires_grad]
             leaves = [part for part in parts if part.requires_grad]
             grads = iter(torch.autograd.grad([t for t, _ in made], leaves, [g for _, g in made], allow_unused=True))

@@ -1,14 +1,11 @@
-"""Attention with relative positions in float64, position by position, and as the kernels compute it."""
+"""Attention with relative positions in float64, position by position."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from pointsman.kernels import attention
 
 MASKED = -1e30
 
@@ -56,22 +53,3 @@ def padding(batch: int, keys: int, side: str) -> Tensor:
     else:
         mask[0, -3:] = False
     return mask
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, scale: float, mask: Tensor | None, *inputs: Tensor) -> Tensor:
-        output, *rest = attention.forward(attention.Inputs(*inputs), scale, mask)
-        ctx.save_for_backward(output, *rest, *inputs)
-        ctx.others = scale, mask
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        output, most, total, *inputs = ctx.saved_tensors
-        return None, None, *attention.backward(gradient, output, most, total, attention.Inputs(*inputs), *ctx.others)
-
-
-def through_the_kernels(inputs: list[Tensor], scale: float, mask: Tensor | None = None) -> Tensor:
-    query, key, value, *others = inputs
-    return _Attention.apply(scale, mask, query, torch.stack([key, value]), *others)
