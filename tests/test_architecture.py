@@ -21,12 +21,13 @@ FOLDERS = {
 }
 ROOMS = {
     "pointsman": (
-        "_errors", "_shapes", "_files", "_values", "_grid", "intervals", "ranks", "routing", "auxiliary", "ops",
+        "_errors", "_files", "_values", "_grid", "intervals", "ranks", "routing", "auxiliary", "ops",
         "kernels", "experts", "routers", "delivery", "layer", "conversion", "traces", "control", "recording",
         "replay", "parallel", "diagnostics", "hf", "engines", "testing",
     ),
     "pointsman_lab": (
-        "progress", "registry", "models", "data", "runs", "evaluation", "training", "recipes", "finetuning", "report",
+        "_shapes", "_files", "_values", "_grid", "processes", "progress", "registry", "models", "data", "runs",
+        "evaluation", "training", "recipes", "finetuning", "report",
         "exam", "planning", "diagnosis", "testing", "checks", "cli", "tasks", "__main__",
     ),
 }  # fmt: skip
@@ -192,7 +193,7 @@ CHANGED_ELSEWHERE = {
     "cli.compress": "the same",
     "hf.audit.result": "a name of its own in --out",
     "hf.loading": "a Hugging Face model that the user names, without its code",
-    "parallel.launch": "a scratch folder, and the ranks of this run",
+    "processes": "a scratch folder, and the ranks of this run",
     "testing": "a scratch folder",
     "testing.trainers.case": "a scratch folder",
     "testing.trainers.check": "a scratch folder, and the two ranks of a check",

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pointsman._files import write_whole
-from pointsman._grid import NONE, Grid, wrapped
+from pointsman_lab._files import write_whole
+from pointsman_lab._grid import NONE, Grid, wrapped
 from pointsman_lab.tasks.images.corruptions import CORRUPTIONS
 from pointsman_lab.tasks.images.severities import PARAMETERS
 from tools.conformance.originals import File

@@ -17,8 +17,8 @@ from scipy.stats import rankdata
 
 from pointsman import list_routers
 from pointsman._errors import RunError, Stopped
-from pointsman._files import read_json, write_whole
-from pointsman._grid import NONE, Grid, wrapped
+from pointsman_lab._files import read_json, write_whole
+from pointsman_lab._grid import NONE, Grid, wrapped
 from pointsman_lab.cli.progress import Display, stop_on_signals
 from pointsman_lab.exam import exam
 from pointsman_lab.exam.card import Card

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman._files import read_json, write_whole
-from pointsman._grid import NONE, Grid, wrapped
-from pointsman._shapes import check_shape
+from pointsman_lab._files import read_json, write_whole
+from pointsman_lab._grid import NONE, Grid, wrapped
+from pointsman_lab._shapes import check_shape
 from pointsman_lab.cli.progress import Display
 from pointsman_lab.models.config import build_model
 from pointsman_lab.models.cost import inference_flops

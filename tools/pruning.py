@@ -18,8 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pointsman._files import write_whole
-from pointsman._grid import NONE, Grid, wrapped
 from pointsman.diagnostics.observe import evaluating
 from pointsman.hf.audit.trials import halves, mean_of, measured
 from pointsman.hf.cutting import METHODS, cut, plan
@@ -27,6 +25,8 @@ from pointsman.hf.experts import SingleExpert
 from pointsman.hf.gates import find_gates
 from pointsman.hf.text import TextBatch, text_batches
 from pointsman.intervals import half_width
+from pointsman_lab._files import write_whole
+from pointsman_lab._grid import NONE, Grid, wrapped
 
 ROOT = Path(__file__).parents[1]
 RECORD, PAGE = ROOT / "records" / "pruning" / "record.jsonl", ROOT / "docs" / "pruning.md"

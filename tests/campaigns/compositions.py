@@ -18,10 +18,10 @@ import frame
 import torch
 
 from pointsman import MoE, RoutingContext, step_end
-from pointsman._values import written
 from pointsman.routers.frame.registry import COMMON, MIXERS, ROUTERS
 from pointsman.testing import CHECKS, Case, layer, routing
 from pointsman.testing.case import context_for
+from pointsman_lab._values import written
 
 NUMBERS = (0.1, 0.25, 0.5, 1, 1.5, 2, 3)
 COMPILING = (routing.compiles, layer.compiles_in_training, layer.trains_the_same_parameters)

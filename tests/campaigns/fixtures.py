@@ -18,8 +18,8 @@ from random import Random
 
 import torch
 
-from pointsman._files import write_whole
-from pointsman.parallel.launch import STORE
+from pointsman.parallel import STORE
+from pointsman_lab._files import write_whole
 from pointsman_lab.cli.main import main
 from pointsman_lab.runs import environment
 

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._grid import NONE, Grid
 from pointsman.routers.frame.registry import build_router, list_routers
 from pointsman.routing import RoutingContext
+from pointsman_lab._grid import NONE, Grid
 from pointsman_lab.cli.options import choose_device, whole, words
 from tools.bench.peers import IMPLEMENTATIONS, LIMIT, OWN, Case, Layer
 from tools.bench.turns import Call, drawn, kept_by, measured, page, ratio

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from pointsman import step_end
-from pointsman._files import write_whole
 from pointsman.testing.peak import peak_bytes
+from pointsman_lab._files import write_whole
 from pointsman_lab.models.transformer_xl import TransformerXL
 from pointsman_lab.registry import preset_config
 from tools.bench.turns import Call, drawn, kept_bytes, machine, measured, ratio

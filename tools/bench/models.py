@@ -25,11 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pointsman._grid import Grid
 from pointsman.control import step_end
 from pointsman.delivery import add_losses
 from pointsman.layer import MoE
 from pointsman.ops.kernels import using
+from pointsman_lab._grid import Grid
 from pointsman_lab.models.config import build_model
 from pointsman_lab.recipes import preset
 from pointsman_lab.registry import preset_config

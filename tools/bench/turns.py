@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from pointsman import __version__
-from pointsman._files import write_whole
-from pointsman._grid import Grid, wrapped
+from pointsman_lab._files import write_whole
+from pointsman_lab._grid import Grid, wrapped
 from pointsman_lab.runs.environment import commit, processor
 
 Call = Callable[[], object]

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from pointsman._errors import RunError
-from pointsman._files import write_whole
-from pointsman._grid import wrapped
+from pointsman_lab._files import write_whole
+from pointsman_lab._grid import wrapped
 from pointsman_lab.report import series
 from pointsman_lab.report.figures import save_lines
 from pointsman_lab.report.forms import joined

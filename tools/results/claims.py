@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._files import read_json, write_whole
-from pointsman._grid import NONE, Grid
-from pointsman._shapes import check_shape
+from pointsman_lab._files import read_json, write_whole
+from pointsman_lab._grid import NONE, Grid
+from pointsman_lab._shapes import check_shape
 from pointsman_lab.exam.exam import record
 from pointsman_lab.exam.scores import Cells, difference
 from pointsman_lab.report.cell import LEAST_SEEDS

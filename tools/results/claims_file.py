@@ -61,9 +61,9 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._files import read_text
-from pointsman._shapes import check_shape
-from pointsman._values import typed_fields
+from pointsman_lab._files import read_text
+from pointsman_lab._shapes import check_shape
+from pointsman_lab._values import typed_fields
 from pointsman_lab.exam.registry import TASKS
 from pointsman_lab.report.cell import LEAST_SEEDS
 from tools.results.inference import CORRECTIONS

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pointsman._values import finite
+from pointsman_lab._values import finite
 from pointsman_lab.report.cell import by_pretraining, squared_variation
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.report.task_table import TaskTable, consistency, finetunings, pretrained_of

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pointsman._files import write_whole
-from pointsman._grid import Grid, wrapped
+from pointsman_lab._files import write_whole
+from pointsman_lab._grid import Grid, wrapped
 from pointsman_lab.registry import entries
 from pointsman_lab.report.cell import LEAST_SEEDS, Cell
 from pointsman_lab.report.forms import Forms, joined

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pointsman._files import write_whole
+from pointsman_lab._files import write_whole
 from pointsman_lab.cli.main import main
 from pointsman_lab.runs.comparison import read
 from pointsman_lab.runs.named import remember

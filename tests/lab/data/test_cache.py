@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pointsman._errors import RunError
-from pointsman._files import user_cache_folder
+from pointsman_lab._files import user_cache_folder
 from pointsman_lab.data import cache
 from pointsman_lab.data.cache import Built, Write, cached
 from pointsman_lab.data.vocabulary import Vocabulary

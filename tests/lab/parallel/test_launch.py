@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pointsman.parallel import launch as launching
-from pointsman.parallel.launch import launch
+from pointsman_lab import processes as launching
+from pointsman_lab.processes import launch
 
 RANK = "import os, sys, time, signal\nrank, out = int(os.environ['RANK']), sys.argv[1]\n"
 
@@ -56,7 +56,7 @@ def test_a_signal_reaches_all_ranks_and_they_end_with_the_launcher(tmp_path: Pat
         "open(f'{out}/here-{rank}', 'w').close()\n"
         "time.sleep(0 if False else 60)\n"
     )
-    script = f"import sys\nfrom pointsman.parallel.launch import launch\nsys.exit(launch({[sys.executable, '-c', code, str(tmp_path)]!r}, 2, 0))"  # noqa: E501
+    script = f"import sys\nfrom pointsman_lab.processes import launch\nsys.exit(launch({[sys.executable, '-c', code, str(tmp_path)]!r}, 2, 0))"  # noqa: E501
     launcher = subprocess.Popen([sys.executable, "-c", script], env=dict(os.environ))
     try:
         until = time.monotonic() + 60
@@ -122,7 +122,7 @@ def test_ranks_that_still_import_end_with_a_launcher_that_is_killed(tmp_path: Pa
         f"import os, pathlib, time\npathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()\ntime.sleep(60)\n"
     )
     command = [sys.executable, "-m", "pointsman_lab", "train", "--processes", "2"]
-    script = f"from pointsman.parallel.launch import launch\nlaunch({command!r}, 2, 0)"
+    script = f"from pointsman_lab.processes import launch\nlaunch({command!r}, 2, 0)"
     paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     launcher = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": paths})
 

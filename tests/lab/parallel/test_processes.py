@@ -68,7 +68,7 @@ def test_mistakes_before_any_rank_starts(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.delattr("pointsman.parallel.launch._start")
+    monkeypatch.delattr("pointsman_lab.processes._start")
     words = [command, *words[1:], *flags, "--out", str(tmp_path / "out")]
     assert main(words if command == "train" else ["--routers" if word == "--router" else word for word in words]) == 2
     assert not (tmp_path / "out").exists()

@@ -30,13 +30,14 @@ from pointsman.experts.combine import PerPair
 from pointsman.experts.modules import EXPERTS
 from pointsman.ops import kernels
 from pointsman.ops.exchange import Exchange, local_part
-from pointsman.parallel.launch import STORE
+from pointsman.parallel import STORE
 from pointsman.parallel.layout import Layout
 from pointsman.parallel.shard import clip_gradient, gradient_norm, parallelize, parameter_groups, whole_tensors
-from pointsman.parallel.start import one_after_another, start
+from pointsman.parallel.start import start
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routing import Pairs, Routing
 from pointsman_lab.models.transformer_xl import TransformerXL, TransformerXLConfig
+from pointsman_lab.processes import one_after_another
 from pointsman_lab.tasks.language_modelling.task import LanguageModelling
 from pointsman_lab.training import trainer
 from pointsman_lab.training.config import RunConfig

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import pytest
 
-from pointsman._shapes import SHAPES, check_shape, parse_json
+from pointsman_lab._shapes import SHAPES, check_shape, parse_json
 from pointsman_lab.report import inside
 from pointsman_lab.report.audits import _parts
 

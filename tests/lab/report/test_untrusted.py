@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from pointsman._errors import RunError
-from pointsman._grid import Grid
+from pointsman_lab._grid import Grid
 from pointsman_lab.cli.main import main
 from pointsman_lab.data.subwords import Subwords
 from pointsman_lab.report.inside import readable

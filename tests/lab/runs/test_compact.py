@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pointsman._errors import RunError
-from pointsman._files import SCRATCH, owner
+from pointsman_lab._files import SCRATCH, owner
 from pointsman_lab.report.page import render
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.compact import RECORD, from_columns, packed, restore, thinned, to_columns, write_record

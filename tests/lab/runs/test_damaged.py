@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pointsman._errors import RunError
-from pointsman._values import finite
+from pointsman_lab._values import finite
 from pointsman_lab.runs.checkpoints import open_checkpoint, prune, remove_leftovers, steps_of, write_folder
 from pointsman_lab.runs.compact import RECORD, read_record
 from pointsman_lab.runs.directory import RunDirectory

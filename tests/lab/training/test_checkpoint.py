@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from pointsman._errors import RunError
-from pointsman._files import alone
 from pointsman.ops.kernels import Kernels
+from pointsman_lab._files import alone
 from pointsman_lab.data.corpus import Corpus
 from pointsman_lab.models.transformer_xl import TransformerXL
 from pointsman_lab.runs import checkpoints as module

@@ -25,9 +25,9 @@ from math import comb
 
 import torch
 
-from pointsman._grid import Grid
 from pointsman.layer import MoE
 from pointsman.parallel.layout import Layout
+from pointsman_lab._grid import Grid
 from pointsman_lab.models.config import ModelConfig, build_model
 from pointsman_lab.models.cost import parameter_table
 

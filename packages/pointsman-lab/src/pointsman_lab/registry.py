@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._files import parse_json
+from pointsman_lab._files import parse_json
 
 GROUP = "pointsman.tasks"
 BUILT_IN = (

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pointsman._errors import RunError
-from pointsman.parallel.launch import STORE
+from pointsman.parallel import STORE
 from pointsman.parallel.start import start
 from pointsman.ranks import ALONE, Ranks
 from pointsman_lab.evaluation.passes import EvaluationContext

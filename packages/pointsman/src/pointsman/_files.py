@@ -1,15 +1,12 @@
-"""The one way to files that may come from somebody else, and files written whole; what the disk refuses is one line.
+"""Files opened with care, as they may come from somebody else, and files written whole; JSON with bounds.
 
-A folder of a run is entered through `within` and `find`, its files are opened by the functions here: none follows a
-link that leads out, waits for a pipe, truncates anything, or reads more than a file of its name may hold (`_shapes`).
-A test refuses every other way to open a file (`tests/test_architecture.py`).
+What the disk refuses is one line. A test refuses every other way to open a file (`tests/test_architecture.py`).
 """
 
 from __future__ import annotations
 
-import atexit
 import errno
-import hashlib
+import json
 import os
 import platform
 import re
@@ -24,10 +21,7 @@ from typing import IO, Any
 from urllib.parse import quote
 
 from pointsman._errors import RunError
-from pointsman._shapes import MOST_BYTES, MOST_LINE, MOST_OTHERS, check_shape, shape_of
-from pointsman._shapes import parse_json as parse_json
 
-LOCK = ".lock"
 SCRATCH = ".tmp-"
 _OWNER = re.compile(r"([0-9]+)-([^+]+)\+")
 _DAY = 24 * 3600.0
@@ -35,33 +29,41 @@ _REFUSED = {
     errno.ENOSPC: "no space left on the disk", errno.EACCES: "no permission", errno.EROFS: "the disk is read-only",
     errno.EDQUOT: "disk quota exceeded",
 }  # fmt: skip
+MOST_VALUES = 2**22
+"""Values in a JSON text: a list of nothing takes two bytes in a file and sixty in memory."""
+MOST_DEPTH = 32
+"""Lists and objects within each other: written with indentation, each value takes a line as wide as it is deep."""
 
 
-def user_cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/pointsman`, or `~/.cache/pointsman`."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "pointsman"
+_LONG = re.compile(r"[0-9]{19}")
 
 
-def within(root: Path, *names: str) -> Path:
-    """`root/names`; links on the way to `root` are the user's own, those below must stay in it.
+def _whole(digits: str) -> float:
+    return int(digits) if len(digits) < 19 else float(digits)
 
-    Raises:
-        RunError: a link below `root` leads out of it.
+
+def parse_json(text: str) -> Any:
+    """`json.loads`; a ValueError also for what is too deep or has too many values, and for half a surrogate pair.
+
+    A whole number of 19 digits or more comes back as a float, and so is none.
     """
-    place = root.joinpath(*names)
-    if not Path(os.path.realpath(place)).is_relative_to(os.path.realpath(root)):
-        raise RunError(f"{place}: a link leads out of {root}: nothing is read or written through it")
-    return place
-
-
-def find(root: Path, pattern: str) -> list[Path]:
-    """What `root.glob(pattern)` finds, in order.
-
-    Raises:
-        RunError: a link leads out of `root`.
-    """
-    return [within(root, str(place.relative_to(root))) for place in sorted(root.glob(pattern))]
+    if text.count(",") + text.count("[") + text.count("{") > MOST_VALUES:
+        raise ValueError(f"more than {MOST_VALUES:,} values")
+    try:
+        value = json.loads(text, parse_int=_whole if _LONG.search(text) else None)
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except UnicodeEncodeError:
+        raise ValueError("half a surrogate pair, which is no character") from None
+    level: list[Any] = [[value]]
+    for _ in range(MOST_DEPTH + 1):
+        within = (one for held in level for one in (held.values() if isinstance(held, dict) else held))
+        level = [one for one in within if isinstance(one, (dict, list))]
+        if not level:
+            return value
+    raise ValueError("nested too deeply")
 
 
 def open_ordinary(file: Path, flags: int = os.O_RDONLY) -> int:
@@ -80,70 +82,15 @@ def open_ordinary(file: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def open_own(file: Path, flags: int = os.O_RDONLY) -> int:
-    """The same of a file of a run directory, which must not be a link either."""
+    """The same of a file that must not be a link either."""
     if file.is_symlink():  # said before O_NOFOLLOW refuses it, and where there is no O_NOFOLLOW (Windows)
         raise RunError(f"{file}: a link; files of a run directory are not opened through links")
     return open_ordinary(file, flags | getattr(os, "O_NOFOLLOW", 0))
 
 
-def open_named(file: Path) -> IO[bytes]:
-    """A file that the user named, open for reading; raises as `open_ordinary` does."""
-    return open(open_ordinary(file), "rb")
-
-
-def read_ordinary(file: Path, most: int = MOST_OTHERS) -> bytes:
-    """The content of a file that the user named, of at most `most` bytes; raises as `open_ordinary` does."""
-    return _content(open_ordinary(file), file, most)
-
-
-def read_bytes(file: Path) -> bytes:
-    """The content of a file of a run directory; raises as `open_own` does, and where it is too large for its name."""
-    return _content(open_own(file), file, MOST_BYTES.get(file.name, MOST_OTHERS))
-
-
-def _content(descriptor: int, file: Path, most: int) -> bytes:
-    with open(descriptor, "rb") as opened:
-        size = os.fstat(opened.fileno()).st_size
-        if size > most:
-            raise RunError(f"{file}: {size:,} bytes; at most {most:,} are read")
-        return opened.read(size)
-
-
-def read_lines(file: Path) -> Iterator[bytes]:
-    """The lines of a file of a run directory; raises as `open_own` does, and at a line longer than `MOST_LINE`."""
-    with open(open_own(file), "rb") as opened:
-        number = 0
-        while line := opened.readline(MOST_LINE + 1):
-            number += 1
-            if len(line) > MOST_LINE:
-                raise RunError(f"{file}, line {number}: more than {MOST_LINE:,} bytes")
-            yield line
-
-
-def read_text(file: Path, errors: str = "strict") -> str:
-    """The same as UTF-8 text; RunError where it is none."""
-    try:
-        return read_bytes(file).decode("utf-8", errors)
-    except UnicodeDecodeError as error:
-        raise RunError(f"{file}: not UTF-8 (byte 0x{error.object[error.start]:02x} at {error.start:,})") from None
-
-
 def open_new(file: Path, flags: int = os.O_CREAT) -> IO[bytes]:
     """A new file, or one that `replacing` made, open for writing; raises as `open_own` does."""
     return open(open_own(file, os.O_WRONLY | flags), "wb")
-
-
-def checksum(file: Path, *, sync: bool = False) -> dict[str, Any]:
-    """{"bytes", "sha256"} of a file of a run directory; raises as `open_own` does.
-
-    Args:
-        sync: waits until the disk has it.
-    """
-    with open(open_own(file), "rb") as opened:
-        if sync:
-            os.fsync(opened.fileno())
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        return {"bytes": opened.tell(), "sha256": digest}
 
 
 def write_synced(file: Path, content: bytes) -> None:
@@ -200,14 +147,6 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def temporary_folder() -> Path:
-    """A new folder of this process, removed when it ends: for what is made of files that are only read."""
-    with disk_errors(Path(tempfile.gettempdir()), "there is no room for temporary files"):
-        folder = Path(tempfile.mkdtemp(prefix="pointsman-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
     """An empty new file beside `file`, which takes its place at the end: readers see the old content or the new one.
@@ -227,7 +166,7 @@ def replacing(file: Path) -> Iterator[Path]:
         aside = file.with_name(f".{file.name}.writing-{owner()}")
         with suppress(FileNotFoundError):
             aside.unlink()
-        with _open_folder(file.parent) as folder:
+        with open_folder(file.parent) as folder:
             new, old = (str(aside), str(file)) if folder is None else (aside.name, file.name)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
             os.close(os.open(new, flags, 0o666, dir_fd=folder))
@@ -248,7 +187,7 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _open_folder(path: Path) -> Iterator[int | None]:
+def open_folder(path: Path) -> Iterator[int | None]:
     """A descriptor of a folder; None where the system opens none (Windows)."""
     if os.open not in os.supports_dir_fd:
         yield None
@@ -267,13 +206,6 @@ def write_whole(file: Path, content: str | bytes) -> Path:
     return file
 
 
-def sync_folder(folder: Path) -> None:
-    """Waits until the disk has a folder's entries, where the system can (not on Windows)."""
-    with _open_folder(folder) as opened:
-        if opened is not None:
-            os.fsync(opened)
-
-
 @contextmanager
 def disk_errors(place: Path, consequence: str) -> Iterator[None]:
     """Turns what the disk refuses into one line that says what did not happen and that nothing else is lost."""
@@ -282,77 +214,3 @@ def disk_errors(place: Path, consequence: str) -> Iterator[None]:
     except OSError as error:
         why = _REFUSED.get(error.errno or 0, error.strerror or str(error))
         raise RunError(f"{place}: {why}; {consequence}; what was saved before is untouched") from error
-
-
-def read_json(file: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None where there is no such file.
-
-    Raises:
-        RunError: it cannot be read, or holds no JSON object, or one of another shape than the file has.
-    """
-    try:
-        value = parse_json(read_text(file))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except RunError:
-        raise
-    except (OSError, ValueError) as error:
-        raise RunError(f"{file}: not readable as JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise RunError(f"{file}: a JSON object is expected, found {type(value).__name__}")
-    check_shape(value, shape_of(file.name) or {}, str(file))
-    return value
-
-
-def read_whole_json(file: Path) -> dict[str, Any] | None:
-    """The same for what can be made again: None also where the file is damaged."""
-    try:
-        return read_json(file)
-    except RunError:
-        return None
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Holds a folder, which is made if need be, against a second process (not on Windows, nor on a disk without locks).
-
-    Raises:
-        RunError: another process holds it, or its lock file is not its own.
-    """
-    try:
-        import fcntl
-    except ModuleNotFoundError:
-        yield
-        return
-    with disk_errors(folder, "nothing was begun"):
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = open_own(folder / LOCK, os.O_RDWR | os.O_CREAT)
-    with open(descriptor, "rb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunError(f"{folder}: another process is working in this directory") from None
-        except OSError:
-            pass  # some network disks know no locks
-        _HELD.add(lock)
-        try:
-            yield
-        finally:
-            _HELD.discard(lock)
-            with suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_UN)  # at once, also where a forked child has the descriptor still
-
-
-_HELD: set[IO[bytes]] = set()
-"""Lock files that this process holds. A fork closes its copies: a child that lives on holds no folder."""
-
-
-def _let_go() -> None:
-    for lock in _HELD:
-        with suppress(OSError):
-            os.close(lock.fileno())
-    _HELD.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)

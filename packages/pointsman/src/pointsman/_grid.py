@@ -1,140 +1,19 @@
-"""A table, rendered once for every form: plain text, CSV, Markdown, LaTeX, and a terminal."""
+"""Markdown: a table, and prose of a width."""
 
 from __future__ import annotations
 
-import csv
-import io
-import re
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
 
-from pointsman._values import printable
-
-_NUMBER = re.compile(r"[+-]?[0-9]")
-_SENTENCE = re.compile(r"(?<=[.])\s+(?=[A-Z])")
 NONE = "-"
 """The cell of a figure that does not exist."""
 
-_LATEX = {
-    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "|": r"\textbar{}", "<": r"\textless{}",
-    ">": r"\textgreater{}",
-}  # fmt: skip
 
-
-@dataclass(frozen=True)
-class Grid:
-    """A table of text cells.
-
-    Attributes:
-        header: column titles.
-        rows: the cells, row by row; for CSV also numbers, and None where there is no figure.
-        best: (row, column) of the best cells, set in bold.
-        caption: what the cells hold.
-        code: whether the first column is code, as router specs are.
-        labels: columns that name the row, left-aligned in Markdown.
-    """
-
-    header: Sequence[str]
-    rows: Sequence[Sequence[Any]]
-    best: Collection[tuple[int, int]] = frozenset()
-    caption: str = ""
-    code: bool = True
-    labels: int = 1
-
-    def without_empty_columns(self, keep: int = 1) -> Grid:
-        """The grid without the columns that hold no figure; the first `keep` stay."""
-        kept = [i for i in range(len(self.header)) if i < keep or any(row[i] != NONE for row in self.rows)]
-        rows = [[row[i] for i in kept] for row in self.rows]
-        best = {(row, kept.index(column)) for row, column in self.best if column in kept}
-        return replace(self, header=[self.header[i] for i in kept], rows=rows, best=best)
-
-    def only(self, columns: Sequence[str]) -> Grid:
-        """The first column and these, in this order, by their titles."""
-        at = [0, *(list(self.header).index(name) for name in columns)]
-        rows = [[row[i] for i in at] for row in self.rows]
-        best = {(row, at.index(column)) for row, column in self.best if column in at}
-        return replace(self, header=[self.header[i] for i in at], rows=rows, best=best)
-
-    def named(self, names: Mapping[str, str]) -> Grid:
-        """The grid with other names in its first column."""
-        return replace(self, rows=[[names.get(row[0], row[0]), *row[1:]] for row in self.rows])
-
-    def text(self, *, rule: bool = True) -> str:
-        """Aligned columns, the first to the left and the others to the right; a rule below the header."""
-        lines = [[printable(cell) for cell in line] for line in (self.header, *self.rows)]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(self.header))]
-        shown = [
-            "  ".join(
-                cell.rjust(width) if column else cell.ljust(width)
-                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        ]
-        return "\n".join([shown[0], *(["-" * (sum(widths) + 2 * (len(widths) - 1))] if rule else []), *shown[1:]])
-
-    def csv(self) -> str:
-        """Comma-separated; '-' for None. A text that a spreadsheet would compute gets an apostrophe in front."""
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(self.header)
-        writer.writerows([NONE if cell is None else _no_formula(cell) for cell in row] for row in self.rows)
-        return out.getvalue()
-
-    def markdown(self) -> str:
-        """A Markdown table."""
-        rule = ["---" if column < self.labels else "---:" for column in range(len(self.header))]
-        rows = self._marked("`{}`", "**{}**", lambda cell: cell)
-        lines = [self.header, rule, *rows]
-        return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-    def latex(self, header: Sequence[str] | None = None, label: str = "") -> str:
-        """A LaTeX table for the booktabs package. Its caption is the first sentence, the others are a comment.
-
-        Args:
-            header: column titles in LaTeX, instead of the grid's own.
-            label: what follows "tab:" in its label; by default the caption's first words.
-        """
-        first, *others = _SENTENCE.split(self.caption)
-        label = label or "-".join(re.findall(r"[a-z0-9]+", first.lower())[:4])
-        lines = [
-            r"\toprule",
-            " & ".join(header or map(escape_latex, self.header)) + r" \\",
-            r"\midrule",
-            *(" & ".join(row) + r" \\" for row in self._marked(r"\texttt{{{}}}", r"\textbf{{{}}}", escape_latex)),
-            r"\bottomrule",
-        ]
-        return "\n".join(
-            [
-                "% needs \\usepackage{booktabs}",
-                r"\begin{table}",
-                r"  \centering",
-                rf"  \caption{{{escape_latex(first)}}}",
-                *([rf"  \label{{tab:{label}}}"] if label else []),
-                *(f"  % {sentence}" for sentence in others),
-                rf"  \begin{{tabular}}{{l{'r' * (len(self.header) - 1)}}}",
-                *(f"    {line}" for line in lines),
-                r"  \end{tabular}",
-                r"\end{table}",
-                "",
-            ]
-        )
-
-    def _marked(self, code: str, bold: str, escape: Any) -> list[list[str]]:
-        """The cells with the marks for code and for the best of a column."""
-        rows = []
-        for i, row in enumerate(self.rows):
-            cells = [escape(cell) for cell in row]
-            cells[0] = code.format(cells[0]) if self.code else cells[0]
-            rows.append([bold.format(cell) if (i, j) in self.best else cell for j, cell in enumerate(cells)])
-        return rows
-
-
-def _no_formula(cell: Any) -> Any:
-    formula = isinstance(cell, str) and cell != NONE and cell.startswith(("=", "+", "-", "@", "\t", "\r"))
-    return f"'{cell}" if formula and not _NUMBER.match(cell) else cell
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], labels: int = 1) -> str:
+    """A Markdown table; the first `labels` columns name the row, and are aligned to the left."""
+    rule = ["---" if column < labels else "---:" for column in range(len(header))]
+    lines = [header, rule, *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def wrapped(markdown: str, width: int = 120) -> str:
@@ -147,8 +26,3 @@ def wrapped(markdown: str, width: int = 120) -> str:
         return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
     return "\n".join(part for line in markdown.split("\n") for part in lines(line))
-
-
-def escape_latex(text: str) -> str:
-    """`text` with every character that LaTeX reads as a command escaped."""
-    return "".join(_LATEX.get(character, character) for character in text)

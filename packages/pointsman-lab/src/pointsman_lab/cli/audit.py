@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman._files import open_named, parse_json
+from pointsman_lab._files import open_named, parse_json
 from pointsman_lab.cli.options import Parser, choose_device, refuse_runs, whole
 from pointsman_lab.cli.runs import write_page
 
@@ -67,8 +67,8 @@ def run(words: Sequence[str]) -> int:
     out = values.out or Path(f"audit-{Path(values.model).name}")
     refuse_runs(out, unless=("audit.json",))
     if values.on_disk:
-        from pointsman._files import temporary_folder
         from pointsman.hf.loading import load_on_disk
+        from pointsman_lab._files import temporary_folder
 
         flags.without_effect(values, ["--device"], "with --on-disk, which computes on the CPU")
         print("pointsman: every forward reads all experts from the disk, a layer at a time", file=sys.stderr)

@@ -101,7 +101,7 @@ def _shown(name: str, balance: str, lines: Sequence[str]) -> Iterable[Verdict]:
 def _write(folder: Any, found: Mapping[tuple[str, str], Sequence[Verdict]], missing: Sequence[str]) -> None:
     import json
 
-    from pointsman._files import write_whole
+    from pointsman_lab._files import write_whole
     from pointsman_lab.checks import matrix
 
     rows = [

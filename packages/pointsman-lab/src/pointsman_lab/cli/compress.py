@@ -68,7 +68,7 @@ def run(words: Sequence[str]) -> int:
 
     if values.method not in METHODS:
         raise RunError(f"pointsman compress: --method {values.method!r}: {did_you_mean(values.method, METHODS)}")
-    from pointsman._files import write_whole
+    from pointsman_lab._files import write_whole
 
     model, tokenizer = load_model(values.model, dtype=values.dtype, device=device), load_tokenizer(values.model)
     found = compress(

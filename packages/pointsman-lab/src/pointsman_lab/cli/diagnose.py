@@ -41,7 +41,7 @@ def parser() -> Parser:
 def run(words: Sequence[str]) -> int:
     values = parser().read(words)
     device = choose_device(values.device)
-    from pointsman._files import write_whole
+    from pointsman_lab._files import write_whole
     from pointsman_lab.cli.progress import Display
     from pointsman_lab.diagnosis import FILE, Settings, diagnose_path
     from pointsman_lab.report.summary import summary

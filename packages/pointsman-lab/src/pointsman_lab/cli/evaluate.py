@@ -89,8 +89,8 @@ def evaluated(
     saved: Run, task: Task, values: argparse.Namespace, changes: Mapping[str, Any], display: Display, stop: Stop
 ) -> tuple[dict[str, Any], Path]:
     """The record of a task's evaluation by the flags, and its file."""
-    from pointsman._files import within, write_whole
     from pointsman.ops.kernels import using
+    from pointsman_lab._files import within, write_whole
     from pointsman_lab.evaluation.passes import EvaluationContext
     from pointsman_lab.runs.paths import slug
     from pointsman_lab.training.kernels import autocast

@@ -48,9 +48,9 @@ def run(arguments: Sequence[str]) -> int:
         flags.without_effect(values, ["--tasks", "--seeds"], "with --quick, which has its own")
     if values.device not in (None, "cpu"):
         raise RunError(f"pointsman exam: --device {values.device}: the exam runs on the CPU")
-    from pointsman.parallel.launch import available_cores
     from pointsman_lab.exam.card import Card, write_card
     from pointsman_lab.exam.exam import collect, examine
+    from pointsman_lab.processes import available_cores
 
     plan = plan_of(values)
     out = values.out or Path("runs") / ("exam-quick" if values.quick else "exam")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman._values import printable
+from pointsman_lab._values import printable
 from pointsman_lab.cli.options import Parser, refuse_runs, whole
 from pointsman_lab.registry import trains
 
@@ -41,8 +41,8 @@ def run(arguments: Sequence[str]) -> int:
     import safetensors
     import safetensors.torch
 
-    from pointsman._files import replacing, within, write_whole
     from pointsman.control import materialize, named_routers
+    from pointsman_lab._files import replacing, within, write_whole
 
     out = values.out or within(values.run, "export")
     refuse_runs(out, unless=("model.safetensors", "vocabulary.json"))
@@ -73,8 +73,8 @@ def load(values: argparse.Namespace) -> Any:
 
 def huggingface(values: argparse.Namespace) -> int:
     """Writes a model of transformers with its tokenizer."""
-    from pointsman._files import scratch_folder, within
     from pointsman.routers.frame.router import check_top_k
+    from pointsman_lab._files import scratch_folder, within
 
     out = values.out or within(values.run, "export")
     refuse_runs(out, unless=("generation_config.json", "tokenizer.json"))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pointsman._errors import RunError, Stopped
-from pointsman._files import within
+from pointsman_lab._files import within
 from pointsman_lab.cli import options
 from pointsman_lab.cli.options import Parser, choose_device, number_from, numbers, whole, words
 from pointsman_lab.cli.progress import Display, stop_on_signals

@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from pointsman._errors import Stopped, did_you_mean
-from pointsman._values import name_fault, printable
-from pointsman.ops.allocator import keep_freed_memory
-from pointsman.parallel.launch import STORE, end_with_launcher
+from pointsman.parallel import STORE
+from pointsman_lab._values import name_fault, printable
+from pointsman_lab.cli.allocator import keep_freed_memory
+from pointsman_lab.processes import end_with_launcher
 
 COMMANDS = {
     "compare": "train several routers with equal settings and compare them",

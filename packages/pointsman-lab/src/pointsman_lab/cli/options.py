@@ -11,9 +11,9 @@ from textwrap import fill
 from typing import Any, NoReturn
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._files import parse_json, read_ordinary
-from pointsman._grid import Grid
-from pointsman._values import most, upper
+from pointsman_lab._files import parse_json, read_ordinary
+from pointsman_lab._grid import Grid
+from pointsman_lab._values import most, upper
 from pointsman_lab.registry import entries
 
 WIDTH = 78

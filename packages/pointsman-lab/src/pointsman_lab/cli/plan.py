@@ -40,7 +40,7 @@ def parser() -> Parser:
 def run(words: Sequence[str]) -> int:
     flags = parser()
     values = flags.read(words)
-    from pointsman._files import write_whole
+    from pointsman_lab._files import write_whole
     from pointsman_lab.planning import plan
 
     shape, length = _shape(values, flags)

@@ -23,7 +23,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from pointsman._values import printable
+from pointsman_lab._values import printable
 
 LINE_EVERY = 10.0  # seconds between lines where there is no terminal
 

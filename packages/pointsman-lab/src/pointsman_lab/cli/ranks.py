@@ -12,9 +12,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from pointsman._errors import RunError
-from pointsman.parallel.launch import LOST, STORE, available_cores, launch
+from pointsman.parallel import STORE
 from pointsman_lab.cli.main import explain
 from pointsman_lab.cli.options import Parser, whole
+from pointsman_lab.processes import LOST, available_cores, launch
 
 if TYPE_CHECKING:
     from pointsman.parallel.layout import Layout
@@ -121,7 +122,7 @@ def joined(values: argparse.Namespace, device: str) -> Iterator[tuple[Ranks, Lay
 
 def _leave(ranks: Ranks, error: BaseException) -> None:
     """Says why, once among all ranks, and ends this process at once, so that none waits for it."""
-    from pointsman.parallel.start import first_to_tell, is_lost, let_others_ask, lost_ranks
+    from pointsman_lab.processes import first_to_tell, is_lost, let_others_ask, lost_ranks
 
     told = explain(error)
     if ranks.count == 1:  # the ranks have not met: rank 0 says it for all

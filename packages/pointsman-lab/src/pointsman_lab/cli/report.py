@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pointsman._values import printable
+from pointsman_lab._values import printable
 from pointsman_lab.cli.options import Parser, words
 from pointsman_lab.cli.runs import recorded_imports
 

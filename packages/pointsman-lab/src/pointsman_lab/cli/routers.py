@@ -40,7 +40,7 @@ def run(words: Sequence[str]) -> int:
     values = flags.read(words)
     if not values.cost:
         flags.without_effect(values, ("--preset", "--vocabulary", "--set"), "without --cost")
-    from pointsman._files import write_whole
+    from pointsman_lab._files import write_whole
 
     text = cost(values, flags) if values.cost else explain_spec(values.name) if values.name else listing()
     print(text if values.cost else "\n".join(wrapped(text.replace("\n    ", " ").splitlines())))
@@ -97,9 +97,9 @@ def explain_spec(spec: str) -> str:
 
 def explain(name: str) -> str:
     """A router's summary, its paper, and its options with types and defaults."""
-    from pointsman._values import describe, written
     from pointsman.routers.frame.registry import BASELINES, COMMON, entry, list_mixers
     from pointsman.routers.frame.stages import NEEDS
+    from pointsman_lab._values import describe, written
 
     if name in BASELINES:
         return f"{name}\n\n{BASELINES[name]}"

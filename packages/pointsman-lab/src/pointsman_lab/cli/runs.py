@@ -53,7 +53,7 @@ def use_recorded_imports(values: argparse.Namespace, routers: Sequence[str]) -> 
 
 def recorded_imports(folder: Path) -> list[str]:
     """What the run or the comparison in `folder` was given with --import."""
-    from pointsman._files import read_whole_json
+    from pointsman_lab._files import read_whole_json
 
     run, comparison = (read_whole_json(folder / name) or {} for name in ("config.json", "comparison.json"))
     found = [one.get("imports") for one in (run, comparison.get("settings")) if isinstance(one, dict)]

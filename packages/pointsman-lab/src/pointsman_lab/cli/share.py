@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pointsman._errors import RunError
-from pointsman._values import printable
+from pointsman_lab._values import printable
 from pointsman_lab.cli.options import Parser
 from pointsman_lab.cli.runs import write_page
 
@@ -120,6 +120,6 @@ def run_open(words: Sequence[str]) -> int:
 
 def printable_source(file: Path) -> str:
     """A source file without what a terminal would obey."""
-    from pointsman._files import read_text
+    from pointsman_lab._files import read_text
 
     return "\n".join(printable(line) for line in read_text(file).splitlines())

@@ -28,7 +28,7 @@ def parser() -> Parser:
 
 def run(words: Sequence[str]) -> int:
     values = parser().read(words)
-    from pointsman._files import write_whole
+    from pointsman_lab._files import write_whole
     from pointsman_lab.runs.entry import entry_of
 
     entry = entry_of(Path(values.target), values.router, values.name or values.router)

@@ -49,10 +49,10 @@ def run(words: Sequence[str]) -> int:
     if words[0] not in ACTIONS:
         raise RunError(f"pointsman trace: unknown action {words[0]!r}: {did_you_mean(words[0], ACTIONS)}")
     values = parser(words[0]).read(words[1:])
-    from pointsman._files import write_whole
-    from pointsman._grid import NONE, Grid
     from pointsman.traces import RoutingTrace, compare, flips
     from pointsman.traces.placement import cache, place
+    from pointsman_lab._files import write_whole
+    from pointsman_lab._grid import NONE, Grid
 
     first = RoutingTrace.load(values.first)
     if words[0] == "diff":
@@ -89,7 +89,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _flips(found: Sequence[Mapping[str, float]]) -> str:
-    from pointsman._grid import Grid
+    from pointsman_lab._grid import Grid
 
     rows = [
         [f"{one['low']:.2f} to {one['high']:.2f}", f"{one['tokens']:,}", f"{one['flipped']:.2%} ± {one['error']:.2%}",
@@ -101,7 +101,7 @@ def _flips(found: Sequence[Mapping[str, float]]) -> str:
 
 
 def _by_layer(found: Mapping[str, Mapping[str, float]], form: str) -> str:
-    from pointsman._grid import Grid
+    from pointsman_lab._grid import Grid
 
     names = list(next(iter(found.values())))
     return Grid(["layer", *names], [[layer, *map(form.format, of.values())] for layer, of in found.items()]).text()

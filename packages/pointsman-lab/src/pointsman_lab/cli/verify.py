@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from pointsman._errors import RunError
-from pointsman._files import parse_json, read_json, read_lines, read_text, within
-from pointsman._shapes import shape_of
-from pointsman._values import printable
+from pointsman_lab._files import parse_json, read_json, read_lines, read_text, within
+from pointsman_lab._shapes import shape_of
+from pointsman_lab._values import printable
 from pointsman_lab.cli.options import Parser
 from pointsman_lab.runs.compact import RECORD, read_record
 from pointsman_lab.runs.comparison import Comparison, read
@@ -50,7 +50,7 @@ def run(arguments: Sequence[str]) -> int:
     text = printable("\n".join([*found, summary]))
     print(text)
     if values.out:
-        from pointsman._files import write_whole
+        from pointsman_lab._files import write_whole
 
         write_whole(values.out / "verify.txt", text + "\n")
     return 1 if found else 0

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError
-from pointsman._files import parse_json, read_text, scratch_folder, sync_folder, write_synced
+from pointsman_lab._files import parse_json, read_text, scratch_folder, sync_folder, write_synced
 from pointsman_lab.data.download import NO_SPACE
 from pointsman_lab.data.reading import BLOCK
 from pointsman_lab.data.subwords import read_vocabulary

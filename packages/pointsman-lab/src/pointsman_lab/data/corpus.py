@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._files import user_cache_folder
+from pointsman_lab._files import user_cache_folder
 from pointsman_lab.data.cache import FORMAT, Built, Tokens, Write, cached
 from pointsman_lab.data.catalog import CORPORA, SPLITS, DataSpec, Level, data_folder, parse_data
 from pointsman_lab.data.download import DataProgress, download

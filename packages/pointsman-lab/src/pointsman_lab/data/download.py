@@ -15,7 +15,7 @@ from typing import Any
 from urllib.request import urlopen
 
 from pointsman._errors import RunError, needing
-from pointsman._files import SCRATCH, is_abandoned, open_new, owner
+from pointsman_lab._files import SCRATCH, is_abandoned, open_new, owner
 from pointsman_lab.data.catalog import CORPORA
 from pointsman_lab.data.reading import BLOCK, check_md5
 

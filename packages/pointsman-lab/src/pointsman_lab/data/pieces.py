@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError, needing
-from pointsman._files import parse_json, read_ordinary
+from pointsman_lab._files import parse_json, read_ordinary
 
 START, PAD, END, UNKNOWN = 0, 1, 2, 3
 MASK = "<mask>"

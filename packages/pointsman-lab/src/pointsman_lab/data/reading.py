@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from pointsman._errors import RunError
-from pointsman._files import open_named, open_ordinary
+from pointsman_lab._files import open_named, open_ordinary
 from pointsman_lab.data.catalog import Level
 
 BLOCK = 1 << 22

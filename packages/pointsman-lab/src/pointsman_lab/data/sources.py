@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 from pointsman._errors import RunError
-from pointsman._files import open_named
+from pointsman_lab._files import open_named
 from pointsman_lab.data.catalog import CORPORA, SPLITS, DataSpec, Level, percent, unknown_data
 from pointsman_lab.data.reading import Span, align, reading
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError, needing
-from pointsman._files import parse_json, read_ordinary, read_text, write_whole
+from pointsman_lab._files import parse_json, read_ordinary, read_text, write_whole
 from pointsman_lab.data.pieces import sentencepiece_library, train_model
 from pointsman_lab.data.vocabulary import IdArray, Vocabulary
 

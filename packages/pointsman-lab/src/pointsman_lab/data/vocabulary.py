@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError
-from pointsman._files import parse_json
+from pointsman_lab._files import parse_json
 from pointsman_lab.data.catalog import Level
 
 UNKNOWN = "<unk>"

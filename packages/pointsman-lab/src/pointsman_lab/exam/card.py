@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pointsman._files import write_whole
-from pointsman._grid import NONE, Grid
+from pointsman_lab._files import write_whole
+from pointsman_lab._grid import NONE, Grid
 from pointsman_lab.exam.registry import TASKS
 from pointsman_lab.exam.scores import Cells, mean_of_runs, regret, scores, values
 from pointsman_lab.exam.student import ROWS

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pointsman._files import read_json, within, write_whole
 from pointsman.routers.frame.registry import parse_spec
+from pointsman_lab._files import read_json, within, write_whole
 from pointsman_lab.exam.run import run
 from pointsman_lab.exam.student import ROWS
 from pointsman_lab.exam.task import Task

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError, Stopped
-from pointsman._files import alone, parse_json, read_json, write_whole
 from pointsman.routers.frame.registry import parse_spec
+from pointsman_lab._files import alone, parse_json, read_json, write_whole
 from pointsman_lab.exam.cell import VERSION, count, fill, is_whole, read_cell
 from pointsman_lab.exam.registry import TASKS
 from pointsman_lab.progress import Progress, Stop, check_stop

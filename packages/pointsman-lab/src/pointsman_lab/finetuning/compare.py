@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import Stopped
-from pointsman._files import alone
 from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.ops.kernels import Kernels
+from pointsman_lab._files import alone
 from pointsman_lab.finetuning.run import finetune, finetuned_path, open_task
 from pointsman_lab.finetuning.settings import Finetuning
 from pointsman_lab.progress import Progress, Stop

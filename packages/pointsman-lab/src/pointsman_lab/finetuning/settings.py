@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Any, get_args
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._values import convert, most, upper
 from pointsman.routers.frame.registry import BASELINES, split_specs
+from pointsman_lab._values import convert, most, upper
 from pointsman_lab.models.classifier import Pooling
 from pointsman_lab.registry import learner
 from pointsman_lab.training.config import RunConfig

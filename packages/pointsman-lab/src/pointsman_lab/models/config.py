@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pointsman import routers as routers  # registers the named routers
 from pointsman._errors import did_you_mean
-from pointsman._values import check_whole
 from pointsman.experts.modules import EXPERTS
 from pointsman.ops.feed_forward import ACTIVATIONS
 from pointsman.routers.frame.registry import BASELINES, has_one_k, split_specs
 from pointsman.routers.frame.router import check_top_k
+from pointsman_lab._values import check_whole
 
 
 class Layout(NamedTuple):

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman._errors import did_you_mean
-from pointsman._values import check_whole
 from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear
 from pointsman.routing import check_padding_mask
+from pointsman_lab._values import check_whole
 from pointsman_lab.models.attention import Attention, Bias
 from pointsman_lab.models.blocks import LayerContext, Norm
 from pointsman_lab.models.config import ModelConfig

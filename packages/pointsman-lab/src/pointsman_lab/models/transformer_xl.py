@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pointsman._values import check_whole
 from pointsman.ops.linear import linear
+from pointsman_lab._values import check_whole
 from pointsman_lab.models.blocks import Norm, RelativeAttention, RelativeContext, RelativeLayer
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.models.initial import initialize, seeded

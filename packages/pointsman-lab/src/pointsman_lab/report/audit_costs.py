@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pointsman._grid import NONE, Grid
-from pointsman._values import finite
+from pointsman_lab._grid import NONE, Grid
+from pointsman_lab._values import finite
 from pointsman_lab.report.series import short_layer
 
 Found = Mapping[str, Any]

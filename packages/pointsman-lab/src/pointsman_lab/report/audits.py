@@ -6,8 +6,8 @@ import json
 from math import exp, log
 from typing import Any
 
-from pointsman._grid import NONE, Grid
-from pointsman._values import finite
+from pointsman_lab._grid import NONE, Grid
+from pointsman_lab._values import finite
 from pointsman_lab.report.audit_costs import INTERVAL, Found, cost_parts, dropped, k_of, percent, prunings, spread
 from pointsman_lab.report.series import short_layer
 from pointsman_lab.runs.comparison import Comparison

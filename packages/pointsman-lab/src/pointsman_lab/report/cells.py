@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman._values import finite
+from pointsman_lab._values import finite
 from pointsman_lab.registry import OLDEST, entries, trains
 from pointsman_lab.report.cell import Cell
 from pointsman_lab.report.protocol import deviations, named

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean, needing
-from pointsman._files import replacing, within
+from pointsman_lab._files import replacing, within
 from pointsman_lab.report import series
 from pointsman_lab.report.inside import entropy_by_layer, layer_names, load_heat, rows_by_layer
 from pointsman_lab.report.page import page_path

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import needing
-from pointsman._files import write_whole
-from pointsman._grid import Grid, wrapped
+from pointsman_lab._files import write_whole
+from pointsman_lab._grid import Grid, wrapped
 
 
 class Forms(ABC):

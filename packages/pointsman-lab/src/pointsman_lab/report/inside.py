@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from pointsman._grid import NONE, Grid
-from pointsman._shapes import unpacked
-from pointsman._values import finite
+from pointsman_lab._grid import NONE, Grid
+from pointsman_lab._shapes import unpacked
+from pointsman_lab._values import finite
 from pointsman_lab.report.series import Curve, binned, by_layer, drawn, last_step, per_router, short_layer, significant
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.paths import DIAGNOSTICS

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pointsman._grid import NONE, Grid
-from pointsman._values import finite, mean_of
+from pointsman_lab._grid import NONE, Grid
+from pointsman_lab._values import finite, mean_of
 from pointsman_lab.report.cell import Cell, Metric, metric
 from pointsman_lab.report.forms import Forms
 from pointsman_lab.report.tables import COST, COSTS, COUNTED, CSV_COSTS, cost_cells, cost_of

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pointsman._files import write_whole
-from pointsman._grid import NONE, Grid
+from pointsman_lab._files import write_whole
+from pointsman_lab._grid import NONE, Grid
 from pointsman_lab.registry import entries
 from pointsman_lab.report import protocol, series
 from pointsman_lab.report.audits import audit_parts, load_maps

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pointsman._grid import NONE, Grid
+from pointsman_lab._grid import NONE, Grid
 from pointsman_lab.report.cell import Cell, Metric, metric
 from pointsman_lab.report.cells import counted, finetuned, measured
 from pointsman_lab.report.forms import Forms, joined

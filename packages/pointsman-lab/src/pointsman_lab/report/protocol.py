@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman._values import finite, written
+from pointsman_lab._values import finite, written
 from pointsman_lab.report.series import BINS
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import Comparison

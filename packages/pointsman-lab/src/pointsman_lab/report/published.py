@@ -19,7 +19,7 @@ from importlib import resources
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._grid import NONE
+from pointsman_lab._grid import NONE
 from pointsman_lab.report.cell import Metric
 
 COUNTED = ("flops", "router_trainable", "fixed_a_layer", "backbone")

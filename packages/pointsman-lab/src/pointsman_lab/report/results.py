@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pointsman._errors import RunError
-from pointsman._files import write_whole
-from pointsman._grid import Grid
-from pointsman._values import finite
+from pointsman_lab._files import write_whole
+from pointsman_lab._grid import Grid
+from pointsman_lab._values import finite
 from pointsman_lab.registry import entries
 from pointsman_lab.report import task_table
 from pointsman_lab.report.forms import Forms

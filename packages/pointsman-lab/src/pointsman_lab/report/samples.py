@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pointsman._errors import RunError
-from pointsman._files import temporary_folder, write_whole
 from pointsman.control import named_routers, set_top_k
 from pointsman.diagnostics.base import join_routings, map_routing
 from pointsman.diagnostics.observe import evaluating
@@ -23,6 +22,7 @@ from pointsman.ops.kernels import using
 from pointsman.recording import observe_routing
 from pointsman.routers.frame.registry import has_one_k
 from pointsman.routing import Routing, RoutingContext
+from pointsman_lab._files import temporary_folder, write_whole
 from pointsman_lab.data.vocabulary import END_OF_LINE
 from pointsman_lab.models.memory import Memory
 from pointsman_lab.registry import OLDEST, family

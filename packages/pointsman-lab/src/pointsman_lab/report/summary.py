@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pointsman._grid import NONE, Grid
+from pointsman_lab._grid import NONE, Grid
 
 Found = Mapping[str, Any]
 

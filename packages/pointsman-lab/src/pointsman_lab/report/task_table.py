@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pointsman._grid import NONE, Grid
-from pointsman._values import mean_of
+from pointsman_lab._grid import NONE, Grid
+from pointsman_lab._values import mean_of
 from pointsman_lab.report.forms import Forms
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import Comparison, read_comparison

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman._files import checksum, disk_errors, read_json, sync_folder, write_synced
+from pointsman_lab._files import checksum, disk_errors, read_json, sync_folder, write_synced
 
 FORMAT = 1
 SHARDED = 2

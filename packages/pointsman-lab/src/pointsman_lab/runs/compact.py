@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman._files import (
+from pointsman_lab._files import (
     disk_errors,
     find,
     open_new,
@@ -30,7 +30,7 @@ from pointsman._files import (
     within,
     write_whole,
 )
-from pointsman._shapes import METRICS_ROW, MOST_GROWTH, is_shaped, shape_of
+from pointsman_lab._shapes import METRICS_ROW, MOST_GROWTH, is_shaped, shape_of
 from pointsman_lab.runs.paths import CONFIG, DIAGNOSTICS, EVALUATION, EXPLORER, METRICS, VOCABULARY
 from pointsman_lab.runs.record import read_metrics
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._files import find, read_json, write_whole
+from pointsman_lab._files import find, read_json, write_whole
 from pointsman_lab.runs.checkpoints import steps_of
 from pointsman_lab.runs.compact import restored_aside
 from pointsman_lab.runs.paths import CHECKPOINTS, COMPARISON, CONFIG, run_path

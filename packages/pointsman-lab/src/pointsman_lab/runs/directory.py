@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 from pointsman._errors import RunError
-from pointsman._files import read_text, read_whole_json, within, write_whole
-from pointsman._values import name_fault
+from pointsman_lab._files import read_text, read_whole_json, within, write_whole
+from pointsman_lab._values import name_fault
 from pointsman_lab.registry import read_vocabulary
 from pointsman_lab.runs.checkpoints import steps_of
 from pointsman_lab.runs.paths import CHECKPOINTS, COMPARISON, CONFIG, METRICS, VOCABULARY

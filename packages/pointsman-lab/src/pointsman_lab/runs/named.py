@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from pointsman._errors import RunError
-from pointsman._files import read_ordinary, read_text, user_cache_folder, write_whole
+from pointsman_lab._files import read_ordinary, read_text, user_cache_folder, write_whole
 
 
 def remember(name: str) -> None:

@@ -6,7 +6,7 @@ import glob
 import re
 from pathlib import Path
 
-from pointsman._files import find, within
+from pointsman_lab._files import find, within
 
 CONFIG, ENVIRONMENT, VOCABULARY = "config.json", "environment.json", "vocabulary.json"
 METRICS, EVALUATION = "metrics.jsonl", "evaluation.json"

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman._files import disk_errors, open_new, parse_json, read_json, read_lines, read_text, write_whole
-from pointsman._shapes import METRICS_ROW, is_shaped
-from pointsman._values import finite, mean_of
+from pointsman_lab._files import disk_errors, open_new, parse_json, read_json, read_lines, read_text, write_whole
+from pointsman_lab._shapes import METRICS_ROW, is_shaped
+from pointsman_lab._values import finite, mean_of
 from pointsman_lab.runs.paths import AUDIT, CONFIG, DIAGNOSTICS, ENVIRONMENT, EVALUATION, EXPLORER, METRICS
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman._files import (
+from pointsman_lab._files import (
     checksum,
     open_new,
     parse_json,
@@ -26,7 +26,7 @@ from pointsman._files import (
     within,
     write_whole,
 )
-from pointsman._shapes import check_shape, inflated, shape_of
+from pointsman_lab._shapes import check_shape, inflated, shape_of
 from pointsman_lab.runs.checkpoints import STATE, steps_of
 from pointsman_lab.runs.compact import RECORD, entries_of, line_of, packed, record_of, written
 from pointsman_lab.runs.named import source_of

@@ -15,9 +15,9 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from pointsman._files import open_own, parse_json
-from pointsman._shapes import check_shape
 from pointsman.ops.exchange import local_part
+from pointsman_lab._files import open_own, parse_json
+from pointsman_lab._shapes import check_shape
 from pointsman_lab.runs.checkpoints import FORMAT, Checkpoint, CheckpointError, write_folder
 
 _ALIASES = "aliases"

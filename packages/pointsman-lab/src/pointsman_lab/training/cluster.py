@@ -21,7 +21,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from pointsman._errors import RunError, Stopped
-from pointsman._files import write_whole
+from pointsman_lab._files import write_whole
 from pointsman_lab.progress import Progress
 from pointsman_lab.training.jobs import POLL, STOP, Work, Worker, serve
 

@@ -18,15 +18,14 @@ from typing import Any
 import torch
 
 from pointsman._errors import RunError, Stopped
-from pointsman._files import alone
 from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.ops.kernels import Kernels
-from pointsman.parallel.launch import available_cores
 from pointsman.parallel.layout import Layout
-from pointsman.parallel.start import one_after_another
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.frame.registry import split_specs
+from pointsman_lab._files import alone
 from pointsman_lab.models.config import build_model
+from pointsman_lab.processes import available_cores, one_after_another
 from pointsman_lab.progress import Progress, Quiet, Stop
 from pointsman_lab.registry import OLDEST, family
 from pointsman_lab.runs.compact import restore

@@ -12,9 +12,9 @@ from functools import cache
 from typing import Any, Literal, get_type_hints
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._files import parse_json
-from pointsman._values import most, typed_fields, typed_value, upper
 from pointsman.routers.frame.registry import split_specs
+from pointsman_lab._files import parse_json
+from pointsman_lab._values import most, typed_fields, typed_value, upper
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.registry import OLDEST, entries, family, own_settings
 from pointsman_lab.training.imports import import_recorded

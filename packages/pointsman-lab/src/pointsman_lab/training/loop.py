@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from pointsman._errors import Stopped
-from pointsman._files import within, write_whole
+from pointsman_lab._files import within, write_whole
 from pointsman_lab.evaluation.passes import AgreedStop, EvaluationContext, each_its_own
 from pointsman_lab.progress import Monitor, Progress, Stop
 from pointsman_lab.runs.directory import RunDirectory

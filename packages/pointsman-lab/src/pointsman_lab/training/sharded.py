@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from pointsman._errors import RunError
-from pointsman._files import checksum
 from pointsman.ops.exchange import local_part
 from pointsman.ranks import Ranks
+from pointsman_lab._files import checksum
 from pointsman_lab.runs.checkpoints import SHARDED, Checkpoint, begin_folder, complete_folder, writing
 from pointsman_lab.training.checkpoint import Files, checkpoint_tensors, read_into, stored_tensors
 

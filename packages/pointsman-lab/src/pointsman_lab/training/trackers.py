@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pointsman._errors import RunError, needing
-from pointsman._files import within
 from pointsman.diagnostics.monitor import scalars
+from pointsman_lab._files import within
 from pointsman_lab.runs.paths import TENSORBOARD
 
 PROJECT = "pointsman"

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from pointsman._files import alone, write_whole
 from pointsman.ops.kernels import Kernels, using
 from pointsman.parallel.layout import Layout
-from pointsman.parallel.start import one_after_another
 from pointsman.ranks import ALONE, Ranks
+from pointsman_lab._files import alone, write_whole
+from pointsman_lab.processes import one_after_another
 from pointsman_lab.progress import Monitor, Progress, Quiet, Stop
 from pointsman_lab.runs.checkpoints import Checkpoint, last_checkpoint, prune, remove_leftovers
 from pointsman_lab.runs.directory import RunDirectory

@@ -13,9 +13,9 @@ from typing import Any
 
 from pointsman import MoE
 from pointsman._errors import RunError
-from pointsman._files import write_whole
-from pointsman._grid import NONE, Grid
 from pointsman.routers.frame.entries import BASELINES
+from pointsman_lab._files import write_whole
+from pointsman_lab._grid import NONE, Grid
 from pointsman_lab.runs.comparison import read_comparison, read_plan
 from pointsman_lab.runs.paths import slug
 from pointsman_lab.training.compare import Plan

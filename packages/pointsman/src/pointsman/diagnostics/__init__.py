@@ -5,9 +5,7 @@ from pointsman.diagnostics.collection import Diagnostics
 from pointsman.diagnostics.diagnose import (
     Batch,
     Reader,
-    consistency_over_training,
     diagnose,
-    gathered_loads,
     inter_run_consistency,
     plain_reader,
 )
@@ -40,9 +38,7 @@ __all__ = [
     "RoutingDiagnostic",
     "RoutingMonitor",
     "Specialisation",
-    "consistency_over_training",
     "diagnose",
-    "gathered_loads",
     "inter_run_consistency",
     "layer_gradients",
     "load_summary",

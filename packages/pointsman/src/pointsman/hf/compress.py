@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from pointsman._errors import did_you_mean
-from pointsman._grid import Grid, wrapped
+from pointsman._grid import markdown_table, wrapped
 from pointsman._values import check_whole
 from pointsman.control import set_top_k
 from pointsman.diagnostics.observe import evaluating
@@ -96,11 +96,11 @@ class Compression:
                       "Load the folder with trust_remote_code=True: its uneven.py makes layers of several sizes.",
                       ""]  # fmt: skip
         lines += [
-            Grid(["k", "original", "compressed", "difference"], rows, code=False).markdown(), "",
-            Grid(["text", "against the original", "against random pruning"], of, code=False).markdown(), "",
+            markdown_table(["k", "original", "compressed", "difference"], rows), "",
+            markdown_table(["text", "against the original", "against random pruning"], of), "",
             f"Held-out text, {self.protocol['held_out']:,} tokens; {len(self.random['losses'])} random prunings. "
             + INTERVALS, "",
-            Grid(["batch", "distinct", "MiB a token", "µs"], costs, code=False).markdown(), "",
+            markdown_table(["batch", "distinct", "MiB a token", "µs"], costs), "",
             "Cost to serve a token (estimate), before and after: experts of a layer that a batch needs, weights read "
             f"in bf16, and the time on {slowest} by roofline.",
         ]  # fmt: skip

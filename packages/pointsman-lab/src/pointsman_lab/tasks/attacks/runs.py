@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from pointsman._files import read_whole_json, write_whole
 from pointsman.control import named_routers, set_top_k
 from pointsman.diagnostics.base import map_routing
 from pointsman.diagnostics.observe import evaluating
@@ -20,6 +19,7 @@ from pointsman.diagnostics.statistics import Fluctuation
 from pointsman.ops.kernels import using
 from pointsman.recording import record_routing
 from pointsman.routing import Routing
+from pointsman_lab._files import read_whole_json, write_whole
 from pointsman_lab.cli.progress import Display, stop_on_signals
 from pointsman_lab.data.catalog import Level
 from pointsman_lab.data.streams import EvalStream

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pointsman._files import parse_json
-from pointsman._grid import NONE, Grid
-from pointsman._values import finite
+from pointsman_lab._files import parse_json
+from pointsman_lab._grid import NONE, Grid
+from pointsman_lab._values import finite
 from pointsman_lab.report.forms import Forms, captioned, joined
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import Comparison

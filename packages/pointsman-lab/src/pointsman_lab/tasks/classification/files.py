@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman._files import parse_json
+from pointsman_lab._files import parse_json
 from pointsman_lab.data.reading import open_unpacked, reading
 
 TEXT_COLUMNS = ("text", "sentence", "review", "content", "utterance", "query", "question", "body", "document")

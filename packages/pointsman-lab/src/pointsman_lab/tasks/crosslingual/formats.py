@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._files import parse_json
+from pointsman_lab._files import parse_json
 from pointsman_lab.data.reading import open_unpacked, read_lines, reading
 
 MOST_JSON = 2**28  # bytes of a file of questions

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._files import open_named
+from pointsman_lab._files import open_named
 from pointsman_lab.tasks.crosslingual.formats import Pair, Question, Tagged, read_pairs, read_questions, read_tagged
 
 Item = Pair | Tagged | Question

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._files import parse_json, read_ordinary
+from pointsman_lab._files import parse_json, read_ordinary
 from pointsman_lab.data.catalog import SPLITS
 from pointsman_lab.data.reading import reading
 from pointsman_lab.tasks.images.layouts import LabelledImages, Layout, Pixels, open_layout

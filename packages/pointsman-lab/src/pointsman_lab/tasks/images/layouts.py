@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError, needing
-from pointsman._files import open_named, parse_json, read_ordinary
+from pointsman_lab._files import open_named, parse_json, read_ordinary
 from pointsman_lab.data.reading import reading
 
 Pixels = NDArray[np.uint8]

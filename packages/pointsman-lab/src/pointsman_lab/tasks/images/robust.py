@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._files import read_whole_json, within, write_whole
 from pointsman.ops.kernels import using
+from pointsman_lab._files import read_whole_json, within, write_whole
 from pointsman_lab.evaluation.passes import EvaluationContext, eval_top_k
 from pointsman_lab.finetuning.run import identity
 from pointsman_lab.progress import Progress, Quiet, Stop

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pointsman._grid import NONE, Grid
-from pointsman._values import finite, mean_of
+from pointsman_lab._grid import NONE, Grid
+from pointsman_lab._values import finite, mean_of
 from pointsman_lab.report.cell import Cell, significantly_best
 from pointsman_lab.report.forms import Forms, joined
 from pointsman_lab.report.tables import COSTS, COUNTED, cost_cells, cost_of

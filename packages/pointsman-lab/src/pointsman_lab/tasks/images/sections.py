@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pointsman._values import finite, mean_of
+from pointsman_lab._values import finite, mean_of
 from pointsman_lab.report.cell import squared_variation
 from pointsman_lab.report.page import Sections
 from pointsman_lab.report.published import Column

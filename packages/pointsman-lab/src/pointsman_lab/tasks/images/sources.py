@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from pointsman._errors import RunError
-from pointsman._files import open_new, replacing, user_cache_folder
+from pointsman_lab._files import open_new, replacing, user_cache_folder
 from pointsman_lab.tasks.images.corruptions import CORRUPTIONS, corrupt
 from pointsman_lab.tasks.images.image_set import ImagePart, ImageSet
 from pointsman_lab.tasks.images.layouts import Pixels

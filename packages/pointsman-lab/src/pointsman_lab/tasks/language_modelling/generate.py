@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman._values import printable
+from pointsman_lab._values import printable
 from pointsman_lab.cli.options import Parser, number_from, whole
 
 
@@ -31,9 +31,9 @@ def generate(flags: Parser, values: argparse.Namespace, device: str) -> int | No
         raise RunError(f"{flags.prog}: --prompt is missing: the text to continue")
     if values.greedy:
         flags.without_effect(values, ("--temperature", "--top-p", "--seed"), "with --greedy")
-    from pointsman._files import write_whole
     from pointsman.control import set_top_k
     from pointsman.ops.kernels import using
+    from pointsman_lab._files import write_whole
     from pointsman_lab.models.stack import LanguageModel
     from pointsman_lab.tasks.language_modelling.generation import Sampling, check_prompts
     from pointsman_lab.training.run import load_run

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._files import user_cache_folder, write_whole
+from pointsman_lab._files import user_cache_folder, write_whole
 from pointsman_lab.data.catalog import data_folder
 from pointsman_lab.data.download import DataProgress
 from pointsman_lab.data.pieces import MultilingualText, Pieces, learn_pieces

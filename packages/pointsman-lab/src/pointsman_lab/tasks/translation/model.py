@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pointsman._values import check_whole
 from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear
 from pointsman.routing import AttentionTrace, RouterState
+from pointsman_lab._values import check_whole
 from pointsman_lab.models.attention import Attention
 from pointsman_lab.models.blocks import LayerContext, Norm, RouterStates, Sublayer, TransformerLayer, no_view
 from pointsman_lab.models.config import ModelConfig, parse_moe_layers

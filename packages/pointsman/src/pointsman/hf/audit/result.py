@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._files import write_whole
-from pointsman._grid import NONE, Grid, wrapped
+from pointsman._grid import NONE, markdown_table, wrapped
 from pointsman.hf.audit.sample import Sample, explorer
 
 FORMAT = 1
@@ -233,7 +233,7 @@ class AuditResult:
             shown = [plus_minus(row["loss"], row["half"]), plus_minus(change["mean"], change["half"], sign=True)]
             rows.append([f"{name}{own}", *shown, _shown(row["perplexity"], 2)])
         header = ["k", "loss (nats)", "against own k", "perplexity"]
-        lines += [Grid(header, rows, code=False).markdown(), "", INTERVALS, ""]
+        lines += [markdown_table(header, rows), "", INTERVALS, ""]
         if told := self.analyses.get("answers"):
             rows = [
                 [f"{one['top_k']}", f"{round(one['reached']['mean'] * one['prompts'])} of {one['prompts']}",
@@ -241,7 +241,7 @@ class AuditResult:
                  NONE if one["times"] is None else plus_minus(one["times"]["mean"], one["times"]["half"], 2)]
                 for one in told
             ]  # fmt: skip
-            lines += [Grid(["k", "answers", "tokens a prompt", "times own k"], rows, code=False).markdown(), ""]
+            lines += [markdown_table(["k", "answers", "tokens a prompt", "times own k"], rows), ""]
             lines += ["Tokens until the answer, or until the text ends; ± is over prompts.", ""]
         columns = "layer, entropy, margin, used, dead, hot, apart, token, bf16, moved"
         rows, names = [], short_names(self.layers)
@@ -260,10 +260,12 @@ class AuditResult:
                 _shown(layer.get("fluctuation", {}).get("top1"), 4),
             ]
             rows.append(cells)
-        grid = Grid(columns.split(", "), rows, code=False).without_empty_columns()
-        told = "; ".join(f"{name}: {COLUMNS[name]}" for name in grid.header if name in COLUMNS)
+        header = columns.split(", ")
+        kept = [at for at in range(len(header)) if any(row[at] != NONE for row in rows)]
+        header, rows = [header[at] for at in kept], [[row[at] for at in kept] for row in rows]
+        told = "; ".join(f"{name}: {COLUMNS[name]}" for name in header if name in COLUMNS)
         name = next(iter(names))
-        lines += [grid.markdown(), "", f"Layer {names[name]} is {name}. {told[:1].upper()}{told[1:]}."]
+        lines += [markdown_table(header, rows), "", f"Layer {names[name]} is {name}. {told[:1].upper()}{told[1:]}."]
         lines += ["", *(f"- {note}" for note in self.notes)] if self.notes else []
         return wrapped("\n".join(lines), 80) + "\n"
 

@@ -12,7 +12,7 @@ import pytest
 
 from pointsman import _files as module
 from pointsman._errors import RunError
-from pointsman._files import alone, find, read_json, read_whole_json, within, write_whole
+from pointsman_lab._files import LOCK, alone, find, read_json, read_whole_json, within, write_whole
 
 
 def test_write_whole_keeps_the_old_text_if_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +44,8 @@ def test_json_is_an_object_or_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_folder_is_held_against_a_second_process_and_let_go(tmp_path: Path) -> None:
     second = (
-        "import sys; from pathlib import Path; from pointsman._files import alone\nwith alone(Path(sys.argv[1])): pass"
+        "import sys; from pathlib import Path; from pointsman_lab._files import alone\n"
+        "with alone(Path(sys.argv[1])): pass"
     )
     command = [sys.executable, "-c", second, str(tmp_path / "run")]
     with alone(tmp_path / "run"):
@@ -71,7 +72,7 @@ def test_nothing_is_opened_through_a_link_and_nothing_is_truncated(tmp_path: Pat
     mine, run = tmp_path / "mine.txt", tmp_path / "run"
     mine.write_text("{}")
     run.mkdir()
-    for name in (module.LOCK, "config.json"):
+    for name in (LOCK, "config.json"):
         (run / name).symlink_to(mine)
     with pytest.raises(RunError, match=r"\.lock: a link"), alone(run):
         pass
@@ -86,10 +87,10 @@ def test_nothing_is_opened_through_a_link_and_nothing_is_truncated(tmp_path: Pat
 
 
 def test_a_lock_keeps_the_content_of_its_file(tmp_path: Path) -> None:
-    (tmp_path / module.LOCK).write_text("somebody's")
+    (tmp_path / LOCK).write_text("somebody's")
     with alone(tmp_path):
         pass
-    assert (tmp_path / module.LOCK).read_text() == "somebody's"
+    assert (tmp_path / LOCK).read_text() == "somebody's"
 
 
 def test_what_is_written_aside_goes_through_no_link(tmp_path: Path) -> None:

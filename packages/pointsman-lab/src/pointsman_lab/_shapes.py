@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
-import re
 import zlib
 from fnmatch import fnmatchcase
 from typing import Any, get_args
@@ -124,48 +122,13 @@ SHAPES: dict[str, Any] = {
 """File name, in which "*" stands for anything, -> shape."""
 METRICS_ROW = {"kind!": str, "step!": int, "layer": str, "load": [MAYBE]}
 
+MOST_OTHERS = 2**26
 MOST_BYTES = {"config.json": 2**20, "environment.json": 2**20, "comparison.json": 2**22}
 """The largest size of a file by its name; of all others it is `MOST_OTHERS`."""
-MOST_OTHERS = 2**26
 MOST_LINE = 2**24
 """Bytes of a line of a file that is read by lines."""
-MOST_VALUES = 2**22
-"""Values in a JSON text: a list of nothing takes two bytes in a file and sixty in memory."""
-MOST_DEPTH = 32
-"""Lists and objects within each other: written with indentation, each value takes a line as wide as it is deep."""
 MOST_GROWTH = 10
 """How many times as large as its file a file's content may become."""
-
-
-_LONG = re.compile(r"[0-9]{19}")
-
-
-def _whole(digits: str) -> float:
-    return int(digits) if len(digits) < 19 else float(digits)
-
-
-def parse_json(text: str) -> Any:
-    """`json.loads`; a ValueError also for what is too deep or has too many values, and for half a surrogate pair.
-
-    A whole number of 19 digits or more comes back as a float, and so is none.
-    """
-    if text.count(",") + text.count("[") + text.count("{") > MOST_VALUES:
-        raise ValueError(f"more than {MOST_VALUES:,} values")
-    try:
-        value = json.loads(text, parse_int=_whole if _LONG.search(text) else None)
-        if "\\ud" in text or "\\uD" in text:
-            json.dumps(value, ensure_ascii=False).encode()
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    except UnicodeEncodeError:
-        raise ValueError("half a surrogate pair, which is no character") from None
-    level: list[Any] = [[value]]
-    for _ in range(MOST_DEPTH + 1):
-        within = (one for held in level for one in (held.values() if isinstance(held, dict) else held))
-        level = [one for one in within if isinstance(one, (dict, list))]
-        if not level:
-            return value
-    raise ValueError("nested too deeply")
 
 
 def unpacked(text: str, size: int) -> bytes:

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from pointsman.ops.allocator import keep_freed_memory
+from pointsman_lab.cli.allocator import keep_freed_memory
 
 FAULTS = """
 import resource, sys
 import torch
-from pointsman.ops.allocator import keep_freed_memory
+from pointsman_lab.cli.allocator import keep_freed_memory
 kept = sys.argv[1] == "keep" and keep_freed_memory()
 def step():
     return [torch.ones(10 << 20, dtype=torch.float32) for _ in range(2)]  # 40 MiB each: always given back by default

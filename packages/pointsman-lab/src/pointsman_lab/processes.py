@@ -1,4 +1,4 @@
-"""Ranks on this machine: starts them, starts them again when one was killed, and ends all with the first that fails."""
+"""Ranks on this machine: started, started again when one was killed, ended with the first that fails; who is lost."""
 
 from __future__ import annotations
 
@@ -9,17 +9,26 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from itertools import count as counting
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
 
-STORE = "POINTSMAN_RANKS_STORE"
-"""Environment variable: the file through which the ranks of `launch` find each other."""
+from pointsman.parallel import STORE
+
+if TYPE_CHECKING:  # the launcher does without torch
+    from pointsman.ranks import Ranks
+
+T = TypeVar("T")
 LOST = 75
 """Exit code of a rank that waited for another in vain."""
 POLL = 0.05  # seconds
 PATIENCE = 5.0  # seconds that ranks have to end after a second signal
+ANSWER = 3.0  # seconds in which ranks that can still answer report that they are lost
+_calls = counting()  # of `one_after_another`: each has a key of its own
 
 
 def available_cores() -> int:
@@ -135,3 +144,73 @@ def _forwarding() -> Iterator[tuple[list[subprocess.Popen[bytes]], list[float]]]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def one_after_another(ranks: Ranks, function: Callable[[], T]) -> T:
+    """What the function returns; the first rank of each machine calls it before the others, who wait up to an hour.
+
+    For what is made once and kept in a cache.
+    """
+    if ranks.count == 1:
+        return function()
+    machine = os.environ.get("GROUP_RANK", "0")
+    key, store = f"made-{machine}-{next(_calls)}", _store()
+    if os.environ.get("LOCAL_RANK", str(ranks.rank)) == "0":
+        made = function()
+        store.set(key, "1")
+        return made
+    store.wait([key], timedelta(hours=1))
+    return function()
+
+
+def first_to_tell(ranks: Ranks) -> bool:
+    """Whether this rank is the first that reports why the job ends: rank 0 if it says anything within `ANSWER`."""
+    until = time.monotonic() + (0 if ranks.first else ANSWER)
+    try:
+        while _store().add("told", 0) == 0 and time.monotonic() < until:
+            time.sleep(0.05)
+        return bool(_store().add("told", 1) == 1)
+    except RuntimeError:  # its owner has ended
+        return True
+
+
+def let_others_ask(ranks: Ranks) -> None:
+    """Rank 0 stays until the others have asked `first_to_tell`, at most for `ANSWER`: torchrun's store ends with it.
+
+    The store of `launch` is a file.
+    """
+    if not ranks.first or STORE in os.environ:
+        return
+    until = time.monotonic() + ANSWER
+    with suppress(RuntimeError):
+        while _store().add("told", 0) < ranks.count and time.monotonic() < until:
+            time.sleep(0.05)
+
+
+def lost_ranks(ranks: Ranks) -> list[int]:
+    """The ranks that report nothing within `ANSWER`, for one that lost the connection: they ended, or they hang."""
+    try:
+        store = _store()
+        store.set(f"lost-{ranks.rank}", "1")
+        silent = [rank for rank in range(ranks.count) if rank != ranks.rank]
+        until = time.monotonic() + ANSWER
+        while silent and time.monotonic() < until:
+            time.sleep(0.05)
+            silent = [rank for rank in silent if not store.check([f"lost-{rank}"])]
+    except RuntimeError:  # the store's owner has ended
+        return [0]
+    return silent
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error says that another rank did not come to a collective."""
+    words = ("Connection closed by peer", "Connection reset by peer", "Timed out", "timeout", "pair closure", "NCCL")
+    return isinstance(error, RuntimeError) and (
+        type(error).__name__.startswith("Dist") or any(word in str(error) for word in words)
+    )
+
+
+def _store() -> Any:
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()

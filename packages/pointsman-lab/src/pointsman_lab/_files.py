@@ -1,0 +1,206 @@
+"""The one way to files of a run directory and to what a user names: none leads out, waits, or is larger than it may be.
+
+A folder of a run is entered through `within` and `find`, its files are opened by the functions here: none follows a
+link that leads out, waits for a pipe, truncates anything, or reads more than a file of its name may hold (`_shapes`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from pointsman._errors import RunError
+from pointsman._files import SCRATCH as SCRATCH
+from pointsman._files import disk_errors as disk_errors
+from pointsman._files import is_abandoned as is_abandoned
+from pointsman._files import open_folder
+from pointsman._files import open_new as open_new
+from pointsman._files import open_ordinary as open_ordinary
+from pointsman._files import open_own as open_own
+from pointsman._files import owner as owner
+from pointsman._files import parse_json as parse_json
+from pointsman._files import replacing as replacing
+from pointsman._files import scratch_folder as scratch_folder
+from pointsman._files import write_synced as write_synced
+from pointsman._files import write_whole as write_whole
+from pointsman_lab._shapes import MOST_BYTES, MOST_LINE, MOST_OTHERS, check_shape, shape_of
+
+LOCK = ".lock"
+
+
+def user_cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/pointsman`, or `~/.cache/pointsman`."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "pointsman"
+
+
+def within(root: Path, *names: str) -> Path:
+    """`root/names`; links on the way to `root` are the user's own, those below must stay in it.
+
+    Raises:
+        RunError: a link below `root` leads out of it.
+    """
+    place = root.joinpath(*names)
+    if not Path(os.path.realpath(place)).is_relative_to(os.path.realpath(root)):
+        raise RunError(f"{place}: a link leads out of {root}: nothing is read or written through it")
+    return place
+
+
+def find(root: Path, pattern: str) -> list[Path]:
+    """What `root.glob(pattern)` finds, in order.
+
+    Raises:
+        RunError: a link leads out of `root`.
+    """
+    return [within(root, str(place.relative_to(root))) for place in sorted(root.glob(pattern))]
+
+
+def open_named(file: Path) -> IO[bytes]:
+    """A file that the user named, open for reading; raises as `open_ordinary` does."""
+    return open(open_ordinary(file), "rb")
+
+
+def read_ordinary(file: Path, most: int = MOST_OTHERS) -> bytes:
+    """The content of a file that the user named, of at most `most` bytes; raises as `open_ordinary` does."""
+    return _content(open_ordinary(file), file, most)
+
+
+def read_bytes(file: Path) -> bytes:
+    """The content of a file of a run directory; raises as `open_own` does, and where it is too large for its name."""
+    return _content(open_own(file), file, MOST_BYTES.get(file.name, MOST_OTHERS))
+
+
+def _content(descriptor: int, file: Path, most: int) -> bytes:
+    with open(descriptor, "rb") as opened:
+        size = os.fstat(opened.fileno()).st_size
+        if size > most:
+            raise RunError(f"{file}: {size:,} bytes; at most {most:,} are read")
+        return opened.read(size)
+
+
+def read_lines(file: Path) -> Iterator[bytes]:
+    """The lines of a file of a run directory; raises as `open_own` does, and at a line longer than `MOST_LINE`."""
+    with open(open_own(file), "rb") as opened:
+        number = 0
+        while line := opened.readline(MOST_LINE + 1):
+            number += 1
+            if len(line) > MOST_LINE:
+                raise RunError(f"{file}, line {number}: more than {MOST_LINE:,} bytes")
+            yield line
+
+
+def read_text(file: Path, errors: str = "strict") -> str:
+    """The same as UTF-8 text; RunError where it is none."""
+    try:
+        return read_bytes(file).decode("utf-8", errors)
+    except UnicodeDecodeError as error:
+        raise RunError(f"{file}: not UTF-8 (byte 0x{error.object[error.start]:02x} at {error.start:,})") from None
+
+
+def checksum(file: Path, *, sync: bool = False) -> dict[str, Any]:
+    """{"bytes", "sha256"} of a file of a run directory; raises as `open_own` does.
+
+    Args:
+        sync: waits until the disk has it.
+    """
+    with open(open_own(file), "rb") as opened:
+        if sync:
+            os.fsync(opened.fileno())
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        return {"bytes": opened.tell(), "sha256": digest}
+
+
+def temporary_folder() -> Path:
+    """A new folder of this process, removed when it ends: for what is made of files that are only read."""
+    with disk_errors(Path(tempfile.gettempdir()), "there is no room for temporary files"):
+        folder = Path(tempfile.mkdtemp(prefix="pointsman-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the disk has a folder's entries, where the system can (not on Windows)."""
+    with open_folder(folder) as opened:
+        if opened is not None:
+            os.fsync(opened)
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None where there is no such file.
+
+    Raises:
+        RunError: it cannot be read, or holds no JSON object, or one of another shape than the file has.
+    """
+    try:
+        value = parse_json(read_text(file))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except RunError:
+        raise
+    except (OSError, ValueError) as error:
+        raise RunError(f"{file}: not readable as JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise RunError(f"{file}: a JSON object is expected, found {type(value).__name__}")
+    check_shape(value, shape_of(file.name) or {}, str(file))
+    return value
+
+
+def read_whole_json(file: Path) -> dict[str, Any] | None:
+    """The same for what can be made again: None also where the file is damaged."""
+    try:
+        return read_json(file)
+    except RunError:
+        return None
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Holds a folder, which is made if need be, against a second process (not on Windows, nor on a disk without locks).
+
+    Raises:
+        RunError: another process holds it, or its lock file is not its own.
+    """
+    try:
+        import fcntl
+    except ModuleNotFoundError:
+        yield
+        return
+    with disk_errors(folder, "nothing was begun"):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = open_own(folder / LOCK, os.O_RDWR | os.O_CREAT)
+    with open(descriptor, "rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(f"{folder}: another process is working in this directory") from None
+        except OSError:
+            pass  # some network disks know no locks
+        _HELD.add(lock)
+        try:
+            yield
+        finally:
+            _HELD.discard(lock)
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_UN)  # at once, also where a forked child has the descriptor still
+
+
+_HELD: set[IO[bytes]] = set()
+"""Lock files that this process holds. A fork closes its copies: a child that lives on holds no folder."""
+
+
+def _let_go() -> None:
+    for lock in _HELD:
+        with suppress(OSError):
+            os.close(lock.fileno())
+    _HELD.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
