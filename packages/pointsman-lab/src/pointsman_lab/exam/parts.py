@@ -115,11 +115,3 @@ class AnyK(Parts):
             return left.square().sum((1, 2)).mean()
 
         return float(sum(variance(k) for k in self.judged_at) / variance(0)) / len(self.judged_at)
-
-
-class AnyKGrowing(AnyK):
-    name = "any-k-growing"
-    asks = "The same as any-k, trained with k growing from 2 to 8: is that what it takes?"
-
-    def k_at(self, step: int) -> int:
-        return 2 + round(6 * step / (self.steps - 1))

@@ -21,7 +21,6 @@ TASKS: dict[str, Task] = {
         clusters.Outliers(),
         parts.Amount(),
         parts.AnyK(),
-        parts.AnyKGrowing(),
         clusters.Nothing(),
         clusters.Drift(),
         sequences.Ids(),

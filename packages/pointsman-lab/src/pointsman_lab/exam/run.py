@@ -39,15 +39,15 @@ def parameter_groups(student: Student, rate: float) -> list[dict[str, Any]]:
     return [{"params": members, "lr": lr, "initial": lr} for members, lr in groups if members]
 
 
-def objective(task: Task, student: Student, batch: Batch, k: int | None) -> torch.Tensor:
+def objective(task: Task, student: Student, batch: Batch) -> torch.Tensor:
     """The loss of a step with the router's own losses; of THOR that of two passes and of their distance."""
-    output, _ = student(batch, k)
+    output, _ = student(batch)
     loss = task.loss(output, batch)
     router = student.layer.router if isinstance(student.layer, MoE) else None
     if router is None:
         return loss
     if router.objective == "consistency":
-        other, _ = student(batch, k)
+        other, _ = student(batch)
         distance = task.loss(output, batch._replace(targets=other)) if output.shape == batch.targets.shape else 0.0
         loss = (loss + task.loss(other, batch) + router.objective_weight * distance) / 2
     return add_losses(loss, student.layer)
@@ -104,7 +104,7 @@ def run(task: Task, row: str, seed: int, rate: float, check: Callable[[], None] 
             optimizer.state.clear()  # a training of its own: its first steps move nothing by momentum of before
         for group in groups:
             group["lr"] = group["initial"] * rate_at(task, step)
-        loss = objective(task, student, block.at(step % BLOCK), task.k_at(step))
+        loss = objective(task, student, block.at(step % BLOCK))
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         for parameter in parameters:

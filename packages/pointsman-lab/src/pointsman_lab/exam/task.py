@@ -102,10 +102,6 @@ class Task:
         count = TEST if progress == 1 else TEST // 4
         return self.draw(world, self.generator(seed, "test"), (1, count, self.length), progress).at(0)
 
-    def k_at(self, step: int) -> int | None:
-        """Another k than `top_k` in this step."""
-        return None
-
     def below(self) -> nn.Module | None:
         """What stands between the inputs and the layer; trained."""
         return None
