@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
 from pointsman.testing.trainers.case import Setting, Trainer
 from pointsman.testing.trainers.check import verdicts
 from pointsman.testing.trainers.lines import LINES, judged
 from pointsman_lab.checks import find_trainer, installed
+from pointsman_lab.checks.nvidia import Megatron, MegatronGlobal, MegatronPerToken, Nemo
 
 QUICK = [line for line in LINES if line not in ("compiled", "ranks")]
 WRONG: dict[str, set[str]] = {
@@ -26,7 +29,7 @@ WRONG: dict[str, set[str]] = {
 OF_THE_LAYER = {"trainer": {"resume"}, "olmo_core": {"padding"}, "torchtitan": {"padding"}}
 """Lines that do not hold with ours either: layers that are not told what padding is, experts that are not resumed."""
 
-OWN_ONLY = ("megatron-global", "megatron-per-token", "nemo-sigmoid")
+OWN_ONLY = ("megatron-global", "nemo-sigmoid")
 
 
 def trainer(name: str) -> Trainer:
@@ -51,10 +54,23 @@ def test_ours_is_right_in_it(name: str) -> None:
     assert wrong == OF_THE_LAYER.get(name, set()), found
 
 
+class MegatronContext(Megatron):
+    context = True
+
+
+class NemoContext(Nemo):
+    context = True
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "factor"), [("megatron", 1), ("megatron-global", 0.5), ("megatron-per-token", 0.5)])
-def test_losses_of_megatron_on_two_ranks(name: str, factor: float) -> None:
-    """Megatron-LM#3768, #5007, which 0.16 does not have: a coefficient divided by the number of ranks."""
-    reference = f"pointsman_lab.checks.nvidia:{type(trainer(name)).__name__}"
-    found = next(iter(verdicts(reference, lines=["ranks"])))
-    assert (found.holds, found.told) == (factor == 1, f"x {factor} on 2 processes")
+@pytest.mark.parametrize("balance", ["own", "pointsman"])
+@pytest.mark.parametrize("kind", [Megatron, MegatronGlobal, MegatronContext, MegatronPerToken, NemoContext])
+def test_the_coefficient_on_two_ranks(kind: type[Trainer], balance: str) -> None:
+    """Megatron-LM#3768, #5007, which 0.16 does not have: two of its own losses are divided by the number of ranks."""
+    trainer(kind.name)
+    found = next(iter(verdicts(f"{inspect.getsourcefile(kind)}:{kind.__name__}", balance, ["ranks"])))
+    if kind is MegatronGlobal and balance == "pointsman":
+        assert found.holds is None
+        return
+    wrong = balance == "own" and kind in (MegatronGlobal, MegatronPerToken)
+    assert (found.holds, found.told) == (not wrong, f"x {0.5 if wrong else 1} on 2 processes")

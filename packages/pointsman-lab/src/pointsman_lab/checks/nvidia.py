@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
 
 from pointsman.testing.trainers.case import BIAS_RATE, DIM, Batch, NotApplicable, Setting, world
 from pointsman_lab.checks.engines import OfEngine
@@ -25,13 +26,14 @@ class Megatron(OfEngine):
 
     Attributes:
         loss: its `moe_router_load_balancing_type`.
-        per_token: `calculate_per_token_loss`, with two processes that share sequences (context parallelism).
+        context: whether two processes share sequences (context parallelism), not the batch.
+        per_token: `calculate_per_token_loss`.
     """
 
     name = "megatron"
     packages = ("megatron-core", "torch")
     loss = "aux_loss"
-    per_token = False
+    context = per_token = False
     asked_ours = False
 
     @contextmanager
@@ -51,6 +53,11 @@ class Megatron(OfEngine):
         """Megatron's own router is given [S, B, dim], ours [B, S, dim]."""
         return super().read(hidden if self.asked_ours else hidden.transpose(0, 1))
 
+    @property
+    def shared(self) -> int:
+        """Processes that share sequences."""
+        return world() if self.context else 1
+
     def layer(self, setting: Setting, place: int) -> Layer:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -65,7 +72,7 @@ class Megatron(OfEngine):
         self.asked_ours = setting.balance == "pointsman"
         start_group()
         if not parallel_state.model_parallel_is_initialized():
-            parallel_state.initialize_model_parallel(context_parallel_size=world() if self.per_token else 1)
+            parallel_state.initialize_model_parallel(context_parallel_size=self.shared)
         own: dict[str, Any] = {"moe_router_load_balancing_type": "none"}
         if setting.balance == "own" and setting.coefficient:
             own = {"moe_router_load_balancing_type": self.loss, "moe_aux_loss_coeff": setting.coefficient}
@@ -79,7 +86,7 @@ class Megatron(OfEngine):
             moe_router_topk=setting.k, moe_token_dispatcher_type="allgather", ffn_hidden_size=HIDDEN,
             moe_ffn_hidden_size=HIDDEN, add_bias_linear=False, gated_linear_unit=True, activation_func=F.silu,
             use_cpu_initialization=True, bias_activation_fusion=False, moe_router_pre_softmax=setting.k == 1,
-            moe_router_dtype="fp32", calculate_per_token_loss=self.per_token, **own,
+            moe_router_dtype="fp32", context_parallel_size=self.shared, calculate_per_token_loss=self.per_token, **own,
         )  # fmt: skip
         linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         experts = ModuleSpec(module=SequentialMLP, submodules=linear)
@@ -103,7 +110,7 @@ class Megatron(OfEngine):
             count = one.get("attention_mask", torch.ones_like(one["labels"])).sum() if self.per_token else output.labels
             loss, tokens = forward_step_calc_loss(
                 model, output.total, lambda total, count=count: (total, count, {}), config, None, False,
-                len(batches), [], 1, True,
+                len(batches), [], self.shared, True,
             )  # fmt: skip
             self.tokens += int(tokens)
             loss.backward()
@@ -142,12 +149,11 @@ class MegatronGlobal(Megatron):
         raise NotApplicable("a router of ours replaces its loss: see megatron")
 
 
-class MegatronPerToken(MegatronGlobal):
+class MegatronPerToken(Megatron):
     """The same with gradients divided by the tokens of the step, and context parallelism."""
 
     name = "megatron-per-token"
-    loss = "aux_loss"
-    per_token = True
+    context = per_token = True
 
 
 def start_group() -> None:
@@ -162,6 +168,7 @@ class Nemo(OfEngine):
 
     name = "nemo"
     packages = ("nemo-automodel", "torch")
+    context = False
 
     def layer(self, setting: Setting, place: int) -> Layer:
         from nemo_automodel.components.models.common.utils import BackendConfig
@@ -182,6 +189,8 @@ class Nemo(OfEngine):
         layer = MoE(config, backend)
         if not own:
             replace_gates(layer, self.spec(setting))
+        if self.context and world() > 1:
+            layer.cp_mesh = init_device_mesh("cpu", (world(),))
         return Layer(layer, lambda moe, hidden, real: moe(hidden, padding_mask=~real))
 
     def scores(self, setting: Setting) -> str:
@@ -192,7 +201,7 @@ class Nemo(OfEngine):
         from nemo_automodel.recipes.base_recipe import BaseRecipe
 
         recipe = mock.Mock(pp_enabled=False)
-        recipe._get_cp_group_size.return_value = 1
+        recipe._get_cp_group_size.return_value = world() if self.context else 1
         labels = torch.stack([(one["labels"][:, 1:] != -100).sum() for one in batches]).sum()
         BaseRecipe._set_moe_aux_loss_backward_scale(recipe, num_batches=len(batches), num_label_tokens=int(labels))
         for one in batches:

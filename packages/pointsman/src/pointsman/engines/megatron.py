@@ -59,7 +59,9 @@ class PointsmanRouter(Router):  # type: ignore[misc]
                     f"Megatron-core: {name}={value!r} is TopKRouter's: set {nothing!r}; the spec says it all"
                 )
         self.num_experts, self.topk, self.layer_number = config.num_moe_experts, config.moe_router_topk, None
-        self.parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self.parts = config.context_parallel_size * (
+            config.tensor_model_parallel_size if config.sequence_parallel else 1
+        )
         self.expert_bias = self.local_tokens_per_expert = self.global_tokens_per_expert = None
         free = config.moe_token_dispatcher_type == "allgather"  # the others count k assignments for each token
         sizes = {"dim": config.hidden_size, "num_experts": self.num_experts, "top_k": self.topk}
@@ -81,7 +83,7 @@ class PointsmanRouter(Router):  # type: ignore[misc]
         probs, chosen = (
             one.view(*hidden.shape[:2], -1).transpose(0, 1).reshape(-1, self.num_experts) for one in dense(routing)
         )
-        tokens: float | Tensor = 1 / self.parts  # the parts' gradients are added up
+        tokens: float | Tensor = 1 / self.parts  # the gradients of a sequence's parts are added up
         if self.config.calculate_per_token_loss:  # and are divided by the tokens later
             tokens = len(probs) if real is None else real.sum()
         routing = replace(routing, losses={name: loss * tokens for name, loss in routing.losses.items()})

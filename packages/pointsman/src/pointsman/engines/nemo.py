@@ -61,7 +61,9 @@ class PointsmanGate(nn.Module):
         routing: Routing = self.router(x[None], RoutingContext(padding_mask=token_mask[None]))
         if MoEAuxLossAutoScaler.main_loss_backward_scale is None:
             MoEAuxLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0, device=x.device)
-        weights = deliver(routing.weights, self.router, routing, MoEAuxLossAutoScaler.main_loss_backward_scale)
+        parts = 1 if cp_mesh is None else cp_mesh.size()  # the gradients of a sequence's parts are added up
+        scale = MoEAuxLossAutoScaler.main_loss_backward_scale / parts
+        weights = deliver(routing.weights, self.router, routing, scale)
         losses = torch.stack([*routing.losses.values()]).sum().detach() if routing.losses else None
         if self._track_load_balance:
             self._last_expert_load = torch.bincount(routing.experts.flatten() + 1, minlength=self.n_experts + 1)[1:]
