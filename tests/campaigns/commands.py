@@ -77,6 +77,7 @@ TEMPLATES: dict[str, list[str]] = {
     "share": ["run", "--out", "packed.pointsman"],
     "open": ["run.pointsman", "--out", "opened"],
     "submit": ["cmp", "--router", "smoe", "--out", "entry.json"],
+    "completion": ["bash"],
     "exam": ["smoe", "--tasks", "clusters", "--seeds", "1", "--out", "x"],
     "trace diff": ["traces/a", "traces/b"],
     "trace place": ["traces/a", "--devices", "2"],

@@ -40,6 +40,7 @@ COMMANDS = {
     "open": "open a shared file; code in it is never run",
     "trace": "compare recorded routings; simulate serving one",
     "hf": "change the routers of a Hugging Face model",
+    "completion": "write a script by which a shell completes these words",
 }
 OVER_RANKS = ("train",)
 """The commands that torchrun may start on several ranks."""
@@ -49,6 +50,7 @@ EXTRAS = {
     "track": ("tensorboard", "wandb", "trackio"),
     "vision": ("PIL", "scipy"),
     "text": ("sentencepiece",),
+    "completion": ("shtab",),
     "cluster": ("ray", "submitit"),
 }
 """The packages of each extra of pyproject.toml that commands import."""
