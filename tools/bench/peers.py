@@ -54,13 +54,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Implementation:
-    """How to build a layer, and for which cases.
-
-    Attributes:
-        build: returns the layer, and the module with its parameters.
-        package: the required package, or None.
-        suits: whether it supports a case, in reasonable time and memory.
-    """
+    """How to build a layer, and for which cases."""
 
     build: Callable[[Case], tuple[Layer, nn.Module]]
     package: str | None = None

@@ -70,13 +70,7 @@ class NotFetchedError(Exception):
 
 @dataclass(frozen=True)
 class File:
-    """A file of a public repository.
-
-    Attributes:
-        repository: owner/name on GitHub.
-        commit: pinned.
-        path: inside the repository.
-    """
+    """A file of a public repository."""
 
     repository: str
     commit: str

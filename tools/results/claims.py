@@ -103,12 +103,7 @@ def interval(values: Sequence[float], judged: Judged | None = None) -> str:
 
 @dataclass(frozen=True)
 class Page:
-    """All claims, tested.
-
-    Attributes:
-        commands: grid -> the commands that make it, with GRID as its folder.
-        families: the families that claims belong to.
-    """
+    """All claims, tested."""
 
     tested: Sequence[Tested]
     commands: Mapping[str, Sequence[str]] = field(default_factory=dict)

@@ -28,12 +28,7 @@ MADE = "Made by `make results` from the records in `records/`; nothing here is t
 
 @dataclass(frozen=True)
 class Pages:
-    """The pages of a folder of records.
-
-    Attributes:
-        records: the folder, with claims.toml.
-        claims: all claims, tested.
-    """
+    """The pages of a folder of records."""
 
     records: Path
     claims: Page

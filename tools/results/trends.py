@@ -46,12 +46,7 @@ X = float | str
 
 @dataclass(frozen=True)
 class Point:
-    """One row of one grid that has been run.
-
-    Attributes:
-        x: the setting; a text makes the axis categorical.
-        values: seed -> figure, or gap to the base.
-    """
+    """One row of one grid that has been run."""
 
     x: X
     values: Mapping[int, float]

@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 
 class Progress(Protocol):
-    """A progress display. Phases: "train" (in steps), "validate" and "evaluate" (in batches over all k).
-
-    Attributes:
-        title: stands before every phase: which run it is.
-    """
+    """A progress display. Phases: "train" (in steps), "validate" and "evaluate" (in batches over all k)."""
 
     title: str
 

@@ -137,11 +137,7 @@ PLAIN = EvaluationContext()
 
 
 class Pass:
-    """One pass over the data at one k.
-
-    Attributes:
-        top_k: its k; of a model without a choice the number of experts.
-    """
+    """One pass over the data at one k."""
 
     def __init__(self, model: Any, k: int | None, how: EvaluationContext, ranks: Ranks, first: int, count: int) -> None:
         self.model, self.how, self.ranks = model, how, ranks

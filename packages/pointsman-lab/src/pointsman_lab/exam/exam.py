@@ -31,15 +31,7 @@ Cells = Mapping[tuple[str, str], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Plan:
-    """What a directory holds or will hold.
-
-    Attributes:
-        rows: of `student.ROWS`, and router specs.
-        tasks: names.
-        seeds: how many.
-        imports: modules and files that register routers.
-        again: whether rows that the record knows are trained, too.
-    """
+    """What a directory holds or will hold."""
 
     rows: tuple[str, ...]
     tasks: tuple[str, ...]

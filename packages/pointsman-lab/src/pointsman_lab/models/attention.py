@@ -38,9 +38,6 @@ class Attention(nn.Module):
         bias: whether the four maps have biases.
         qk_norm: makes a norm of queries, and one of keys, from the width that it is to normalise; None: none.
         norm_heads: whether these norms are over each head (D) or over all of them (H D).
-
-    Attributes:
-        ranks: who shares the batch, whose rows' masks are drawn together; set by `parallel.parallelize`.
     """
 
     role = "attention"

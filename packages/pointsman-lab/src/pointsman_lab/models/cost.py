@@ -20,8 +20,9 @@ from pointsman.layer import MoE
 from pointsman.routers.frame.registry import has_one_k
 from pointsman.routers.frame.router import Router
 from pointsman_lab.models.attention import Attention
-from pointsman_lab.models.blocks import FeedForward, RelativeAttention
+from pointsman_lab.models.blocks import FeedForward
 from pointsman_lab.models.config import ModelConfig, build_model
+from pointsman_lab.models.transformer_xl import RelativeAttention
 
 
 @dataclass(frozen=True)
@@ -62,19 +63,12 @@ PAPERS = Protocol()
 
 @dataclass(frozen=True)
 class CostRow:
-    """One router's costs in one shape of model.
-
-    Attributes:
-        router: the spec.
-        parameters: the parameter table.
-        fixed_a_layer: what is fixed in the router of one sparse layer (a hypernetwork's 1,122,576).
-        flops: k -> FLOPs of the protocol's batch; a baseline has the k = N entry only.
-    """
+    """One router's costs in one shape of model."""
 
     router: str
     parameters: ParameterTable
-    fixed_a_layer: int
-    flops: dict[int, int]
+    fixed_a_layer: int  # in the router of one sparse layer: a hypernetwork's 1,122,576
+    flops: dict[int, int]  # by k; a baseline has the k = N entry only
 
 
 ROLES = {

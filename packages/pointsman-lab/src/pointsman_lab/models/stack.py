@@ -47,9 +47,6 @@ class Stack(nn.Module, Generic[Config]):
     Layers are called as `layer(hidden, memory, context, past, trace)` and give (hidden, what to remember, what the
     router hands on (`RouterStates`), the attention's trace if `trace` asks for it). What to remember is None, or of new
     positions [B, T, width], or, if `joins_memory`, of all of them [B, M + T, width], detached.
-
-    Attributes:
-        ranks: who shares the batch; set by `parallel.parallelize`.
     """
 
     joins_memory = False

@@ -15,12 +15,99 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman.ops.linear import linear
+from pointsman.ops.relative import RelativeBias
+from pointsman.ranks import ALONE, Ranks
+from pointsman.routing import AttentionTrace
 from pointsman_lab._values import check_whole
-from pointsman_lab.models.blocks import Norm, RelativeAttention, RelativeContext, RelativeLayer
+from pointsman_lab.models.blocks import LayerContext, Norm, TransformerLayer
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.models.initial import initialize, seeded
 from pointsman_lab.models.memory import Memory, mask_of_keys
 from pointsman_lab.models.stack import LanguageModel, linear_cross_entropy
+from pointsman_lab.models.traced_attention import traced_attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelativeContext(LayerContext):
+    """The same for relative attention.
+
+    Attributes:
+        positions: sinusoids, [S, dim], by falling distance.
+        content_bias, position_bias: u and w, [H, D], shared by all layers.
+    """
+
+    positions: Tensor
+    content_bias: Tensor
+    position_bias: Tensor
+
+
+class RelativeAttention(nn.Module):
+    """Causal multi-head attention with relative positions over memory and new tokens (Transformer-XL, 3.3).
+
+    a_ij = ((q_i + u) . k_j + (q_i + w) . r_(i - j)) / sqrt(D); r = `position` of the sinusoids, one map a layer.
+    """
+
+    role = "attention"
+    ranks: Ranks = ALONE
+
+    def __init__(self, dim: int, num_heads: int, head_dim: int, *, dropout: float) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.dropout = num_heads, head_dim, dropout
+        width = num_heads * head_dim
+        self.qkv = nn.Linear(dim, 3 * width, bias=False)
+        self.position = nn.Linear(dim, width, bias=False)
+        self.output = nn.Linear(width, dim, bias=False)
+
+    def forward(
+        self, hidden: Tensor, memory: Tensor, context: RelativeContext, trace: bool = False
+    ) -> tuple[Tensor, AttentionTrace | None]:
+        """hidden [B, T, dim], memory [B, M, dim] -> [B, T, dim], and the trace if asked."""
+        heads, width = self.num_heads, self.head_dim
+        batch, length, _ = hidden.shape
+        scale = width**-0.5
+        # queries of the memory are never needed
+        query_weight, key_value_weight = self.qkv.weight[: heads * width], self.qkv.weight[heads * width :]
+        query = linear(hidden, query_weight).view(batch, length, heads, width).permute(2, 0, 1, 3)
+        seen = torch.cat([memory.to(hidden.dtype), hidden], 1) if memory.shape[1] else hidden
+        key_value = linear(seen, key_value_weight).view(batch, -1, 2, heads, width)
+        key_value = key_value.permute(2, 3, 0, 1, 4).contiguous()  # as the attention keeps it: a trace keeps no more
+        positions = linear(context.positions, self.position.weight).view(-1, heads, width).transpose(0, 1)
+        mixed, each_head = traced_attention(
+            query,
+            key_value,
+            positions,
+            context.content_bias,
+            context.position_bias,
+            scale=scale,
+            key_mask=context.key_mask,
+            dropout=self.dropout if self.training else 0.0,
+            trace=trace,
+            ranks=self.ranks,
+        )
+        side_by_side = mixed.permute(1, 2, 0, 3).reshape(batch, length, heads * width)
+        output = linear(side_by_side, self.output.weight)
+        if not trace:
+            return output, None
+        query, key, value = (tensor.transpose(0, 1) for tensor in (query, *key_value.unbind(0)))
+        content_bias, position_bias = context.content_bias.to(query.dtype), context.position_bias.to(query.dtype)
+        bias = RelativeBias(query, key, positions, content_bias, position_bias, scale)
+        out_weight = self.output.weight.view(-1, heads, width).permute(1, 2, 0)
+        return output, AttentionTrace(
+            query, key, value, out_weight, output, scale, bias, side_by_side, each_head, causal=True
+        )
+
+
+class RelativeLayer(TransformerLayer):
+    """The same with `RelativeAttention`. Its memory is its input."""
+
+    def attend(
+        self, hidden: Tensor, memory: Tensor | None, context: RelativeContext, trace: bool
+    ) -> tuple[Tensor, Tensor, AttentionTrace | None]:
+        """hidden, memory [B, M, dim] -> the attention's output, `hidden` detached, and the trace."""
+        assert memory is not None
+        normed, before = (self.attention_norm(one) if self.pre_norm else one for one in (hidden, memory))
+        mixed, seen = self.attention(normed, before, context, trace)
+        return mixed, hidden.detach(), seen
 
 
 @dataclass(frozen=True)

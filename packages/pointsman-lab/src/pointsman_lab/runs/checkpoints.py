@@ -36,21 +36,13 @@ class CheckpointError(RunError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that matches its manifest.
-
-    Attributes:
-        path: its folder, `…/step-N`.
-        step: N, the number of finished optimizer steps.
-        state: the content of state.json.
-        format: `FORMAT` or `SHARDED`.
-        aliases: of a sharded one: file name -> tensor name -> the name under which it is stored.
-    """
+    """A checkpoint that matches its manifest."""
 
     path: Path
     step: int
     state: Mapping[str, Any]
     format: int = FORMAT
-    aliases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    aliases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # file -> tensor -> its stored name
 
 
 def write_folder(folder: Path, step: int, files: Mapping[str, bytes], state: Mapping[str, Any], keep: int = 0) -> Path:

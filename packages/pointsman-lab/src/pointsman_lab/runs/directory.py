@@ -36,12 +36,7 @@ S = TypeVar("S", bound=Settings)
 
 
 class RunDirectory:
-    """The files of one run.
-
-    Attributes:
-        path: the folder.
-        checkpoints: its folder of checkpoints.
-    """
+    """The files of one run."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)

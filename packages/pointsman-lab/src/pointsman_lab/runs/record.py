@@ -35,11 +35,7 @@ def read_metrics(file: Path, *kinds: str) -> Iterator[dict[str, Any]]:
 
 
 class MetricsFile:
-    """metrics.jsonl, open for appending. Rows after `step` are removed first: the run resumes from that step.
-
-    Attributes:
-        rows: all rows that the file holds.
-    """
+    """metrics.jsonl, open for appending. Rows after `step` are removed first: the run resumes from that step."""
 
     def __init__(self, file: Path, step: int) -> None:
         self.rows = [row for row in read_metrics(file) if row["step"] <= step]

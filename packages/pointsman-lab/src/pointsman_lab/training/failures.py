@@ -17,12 +17,7 @@ from pointsman.ranks import Ranks
 
 
 class Interrupted(Stopped):
-    """The run was asked to stop and has saved.
-
-    Attributes:
-        out: the run directory.
-        step: how many steps are done and saved.
-    """
+    """The run was asked to stop and has saved."""
 
     def __init__(self, out: Path, step: int) -> None:
         super().__init__(f"stopped after step {step}; saved: the same command with --resume (--out {out}) goes on")

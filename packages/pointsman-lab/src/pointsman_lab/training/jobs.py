@@ -142,11 +142,7 @@ def one_thread(count: int | None) -> Iterator[None]:
 
 
 class Worker:
-    """The parent's end of a worker.
-
-    Attributes:
-        line: on the display. pipe: to the worker, once there is one. node: of a cluster. done: whether it has ended.
-    """
+    """The parent's end of a worker."""
 
     def __init__(self, line: Progress, pipe: Connection[Any, Any] | None) -> None:
         self.line, self.pipe, self.node, self.done = line, pipe, "", False

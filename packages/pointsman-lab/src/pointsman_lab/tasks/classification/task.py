@@ -25,11 +25,7 @@ from pointsman_lab.training.task import Batches
 
 
 class Classification(FineTuning):
-    """Learns to classify texts.
-
-    Attributes:
-        reported: the part that is judged.
-    """
+    """Learns to classify texts."""
 
     data: LabelledTexts
     vocabulary: Vocabulary

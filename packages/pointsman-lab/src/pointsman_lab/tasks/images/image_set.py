@@ -248,11 +248,7 @@ def _decoded(part: LabelledImages, row: int, size: int | None, side: int) -> Pix
 
 @dataclass(frozen=True)
 class ClassNames:
-    """The classes that a run on images has learned.
-
-    Attributes:
-        names: in the order of the labels.
-    """
+    """The classes that a run on images has learned."""
 
     names: tuple[str, ...]
     level = "class"

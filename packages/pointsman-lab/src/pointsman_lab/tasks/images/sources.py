@@ -43,9 +43,6 @@ class Corrupted:
     Args:
         images: the clean set. split, rows: the part of it, and the numbers of its images.
         path: folder of published files; None: our own corruptions.
-
-    Attributes:
-        description: for the protocol line.
     """
 
     def __init__(self, images: ImageSet, split: str, rows: list[int], path: Path | None) -> None:
