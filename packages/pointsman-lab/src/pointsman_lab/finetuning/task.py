@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman._errors import RunError
@@ -17,14 +16,12 @@ from pointsman.diagnostics.diagnose import Batch
 from pointsman.diagnostics.observe import evaluating
 from pointsman.diagnostics.statistics import Fluctuation
 from pointsman.recording import record_routing
-from pointsman_lab.data.streams import IGNORE
 from pointsman_lab.data.task_streams import Encoded, eval_batches
 from pointsman_lab.finetuning.settings import Defaults, Finetuning
 from pointsman_lab.models.config import build_model
 from pointsman_lab.runs.checkpoints import CheckpointError
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.kernels import autocast
-from pointsman_lab.training.task import Observed, Task
+from pointsman_lab.training.task import Observed, Task, target_nats
 
 EXAMPLES = 256
 TOP_K = 2
@@ -103,19 +100,9 @@ class FineTuning(Task):
             for number, encoded in enumerate(parts.values())
             for one in eval_batches(encoded, config.eval_batch_size, device)
         ]
-
-        def read(model: nn.Module, batch: Batch) -> Tensor:
-            assert batch.targets is not None
-            with autocast(config, device):
-                logits = model(batch.inputs).float()
-            targets = batch.targets[:, : logits.shape[1]] if logits.dim() > batch.targets.dim() else batch.targets
-            return F.cross_entropy(
-                logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=IGNORE, reduction="sum"
-            )
-
         read_tokens = sum(int((one.inputs >= 0).sum()) for one in batches)
         protocol = {"data": self.data.description, "split": split, "tokens": read_tokens}
-        return Observed(batches, len(batches), lambda: read, protocol, tuple(parts))
+        return Observed(batches, len(batches), lambda: target_nats(config, device), protocol, tuple(parts))
 
     def further_results(self, model: Any, config: RunConfig) -> dict[str, Any]:
         """How far the routing moved from the pre-trained model's."""

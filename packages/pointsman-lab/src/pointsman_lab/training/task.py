@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ from pointsman.parallel.shard import check_layers
 from pointsman.ranks import Ranks
 from pointsman.routers.frame.registry import has_one_k
 from pointsman_lab.data.download import DataProgress
+from pointsman_lab.data.streams import IGNORE
 from pointsman_lab.data.vocabulary import Symbols
 from pointsman_lab.evaluation.passes import EvaluationContext
 from pointsman_lab.models.config import build_model
@@ -28,6 +30,7 @@ from pointsman_lab.models.cost import cost_a_token
 from pointsman_lab.registry import trains
 from pointsman_lab.runs.record import evaluation_record, is_current
 from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.kernels import autocast
 from pointsman_lab.training.objectives import Objective
 
 
@@ -66,6 +69,21 @@ class Observed:
     groups: tuple[str, ...] = ()
 
 
+def target_nats(config: RunConfig, device: torch.device) -> Reader:
+    """A reader of models that give logits: the sum of nats of the targets that are not -100."""
+
+    def read(model: nn.Module, batch: Batch) -> Tensor:
+        assert batch.targets is not None
+        with autocast(config, device):
+            logits = model(batch.inputs).float()
+        targets = batch.targets[:, : logits.shape[1]] if logits.dim() > batch.targets.dim() else batch.targets
+        return F.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=IGNORE, reduction="sum"
+        )
+
+    return read
+
+
 class Task(ABC):
     """Data, model, objective and metric of a run (in the sense of fairseq's tasks).
 
@@ -95,9 +113,9 @@ class Task(ABC):
     def check(self, config: RunConfig) -> None:
         """Refuses data that these settings cannot use, before anything is written."""
 
-    @abstractmethod
     def build_model(self, config: RunConfig) -> Any:
         """The model at step 0."""
+        return build_model(config.model)
 
     @abstractmethod
     def batches(self, config: RunConfig, device: torch.device) -> Batches:
@@ -107,13 +125,13 @@ class Task(ABC):
     def objective(self, model: Any, config: RunConfig) -> Objective:
         """What a step minimises."""
 
-    @abstractmethod
     def validation_split(self, config: RunConfig) -> str | None:
         """The part that is scored during training: never the reported one if there is another; None: there is none."""
+        return "valid"
 
-    @abstractmethod
     def reported_split(self, config: RunConfig) -> str:
         """The part of the final evaluation."""
+        return config.eval_split
 
     @abstractmethod
     def evaluate(

@@ -210,14 +210,16 @@ class ImageStream:
     """
 
     def __init__(
-        self, part: ImagePart, batch_size: int, num_classes: int, augmentation: Augmentation, seed: int
-    ) -> None:
+        self, part: ImagePart, batch_size: int, num_classes: int, augmentation: Augmentation, seed: int,
+        tokens: int = 1, device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
         if len(part) == 0:
             raise RunError("the training split has no images")
         if batch_size < 1:
             raise ValueError(f"batch size {batch_size}: at least 1")
         self.batch_size, self.num_classes, self.seed = batch_size, num_classes, seed
-        self._part, self._augmentation = part, augmentation
+        self.tokens_per_step = float(batch_size * tokens)
+        self._part, self._augmentation, self._device = part, augmentation, device
         self._epoch, self._order = -1, np.zeros(0, dtype=np.int64)
 
     @property
@@ -243,7 +245,12 @@ class ImageStream:
         part, side = self._part, self._part.images.shape[1]
         whole = part.original if self._augmentation.inception else None
         images = part.images[rows] if whole is None else [whole(row) for row in rows]
-        return self._augmentation(images, labels, seed=self.seed, step=step, side=side)
+        pixels, labels = self._augmentation(images, labels, seed=self.seed, step=step, side=side)
+        return pixels.to(self._device), labels.to(self._device)
+
+    def is_epoch_start(self, step: int) -> bool:
+        """No memory goes from image to image."""
+        return False
 
 
 def evaluation_batches(part: ImagePart, batch_size: int, budget: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:

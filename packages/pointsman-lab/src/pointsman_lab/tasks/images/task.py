@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +12,9 @@ from torch import Tensor, nn
 
 from pointsman._errors import RunError
 from pointsman.diagnostics.diagnose import Batch
+from pointsman_lab.data.catalog import data_folder
 from pointsman_lab.data.download import DataProgress
 from pointsman_lab.evaluation.passes import EvaluationContext
-from pointsman_lab.models.config import build_model
 from pointsman_lab.tasks.images.augment import Augmentation, ImageStream, evaluation_batches
 from pointsman_lab.tasks.images.evaluation import HEADER, evaluate_images, image_nats
 from pointsman_lab.tasks.images.image_set import ClassNames, ImageSet, load_images
@@ -29,8 +27,7 @@ from pointsman_lab.training.task import Batches, Observed, Task
 
 def open_images(spec: str) -> ImageSet:
     """`load_images` with the folder that POINTSMAN_DATA names."""
-    folder = os.environ.get("POINTSMAN_DATA")
-    return load_images(spec, data_dir=Path(folder) if folder else None)
+    return load_images(spec, data_dir=data_folder())
 
 
 class ImageClassification(Task):
@@ -70,18 +67,11 @@ class ImageClassification(Task):
         """Tokens an image."""
         return _shape(config).tokens
 
-    def build_model(self, config: RunConfig) -> Any:
-        return build_model(config.model)
-
     def batches(self, config: RunConfig, device: torch.device) -> Batches:
-        stream = ImageStream(
-            self.images.split("train"),
-            config.batch_size,
-            self.vocabulary.size,
-            Augmentation.parse(config.own["augment"]),
-            config.seed,
+        part, augmentation = self.images.split("train"), Augmentation.parse(config.own["augment"])
+        return ImageStream(
+            part, config.batch_size, self.vocabulary.size, augmentation, config.seed, self.tokens(config), device
         )
-        return ImageBatches(stream, self.tokens(config), device)
 
     def objective(self, model: Any, config: RunConfig) -> Objective:
         kind = _shape(config).loss
@@ -94,9 +84,6 @@ class ImageClassification(Task):
 
     def validation_split(self, config: RunConfig) -> str | None:
         return "valid" if "valid" in self.images.splits else None
-
-    def reported_split(self, config: RunConfig) -> str:
-        return config.eval_split
 
     def evaluate(
         self, model: Any, config: RunConfig, split: str, top_k: Sequence[int], context: EvaluationContext
@@ -152,23 +139,6 @@ class ImageClassification(Task):
 
     def description(self) -> dict[str, Any]:
         return {"data": self.images.description}
-
-
-class ImageBatches:
-    """The batches of an `ImageStream` on a device; `tokens` an image."""
-
-    def __init__(self, stream: ImageStream, tokens: int, device: torch.device) -> None:
-        self.stream, self.device = stream, device
-        self.tokens_per_step = float(stream.batch_size * tokens)
-
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """images [B, 3, S, S] in [-1, 1], and labels [B, C] as probabilities."""
-        images, labels = self.stream.batch(step)
-        return images.to(self.device), labels.to(self.device)
-
-    def is_epoch_start(self, step: int) -> bool:
-        """No memory goes from image to image."""
-        return False
 
 
 def image_loss(kind: str) -> Loss:

@@ -183,8 +183,9 @@ class MaskedStream:
     """Training batches: each row's language is drawn by its share, its block is the next of a permutation of them."""
 
     def __init__(
-        self, text: PackedText, batch_size: int, *, masking: Masking | None = None, exponent: float = 0.7, seed: int = 0
-    ) -> None:
+        self, text: PackedText, batch_size: int, *, masking: Masking | None = None, exponent: float = 0.7,
+        seed: int = 0, device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
         if batch_size < 1:
             raise ValueError(f"batch size {batch_size}: at least 1")
         self.batch_size, self.seed = batch_size, seed
@@ -192,6 +193,9 @@ class MaskedStream:
         self._text = text
         self.languages = tuple(text.train)
         self.shares = shares(text.sizes, exponent)
+        filled = sum(share * text.sizes[name] / text.train[name].size for name, share in self.shares.items())
+        self.tokens_per_step = filled * batch_size * text.train[self.languages[0]].shape[1]
+        self._device = device
         self._bounds = np.cumsum(list(self.shares.values()))[:-1]
         self._step, self._taken = 0, np.zeros(len(self.languages), dtype=np.int64)
         self._orders: dict[tuple[int, int], NDArray[np.int64]] = {}
@@ -229,7 +233,11 @@ class MaskedStream:
         blocks = np.stack([self._text.train[self.languages[one]][block] for one, block in self.rows(step)])
         uniform = draws(self.seed, _MASK, step, self.batch_size, 1 + 3 * blocks.shape[1])
         inputs, targets = mask(blocks, self._text.pieces, self.masking, uniform)
-        return torch.from_numpy(inputs), torch.from_numpy(targets)
+        return torch.from_numpy(inputs).to(self._device), torch.from_numpy(targets).to(self._device)
+
+    def is_epoch_start(self, step: int) -> bool:
+        """An encoder has no memory to forget."""
+        return False
 
 
 def validation_batch(

@@ -83,15 +83,15 @@ class MaskedLanguageModelling(Task):
         return model
 
     def batches(self, config: RunConfig, device: torch.device) -> Batches:
-        return MaskedBatches(self.text, config, device)
+        exponent = config.own["language_exponent"]
+        return MaskedStream(
+            self.text, config.batch_size, masking=masking(config), exponent=exponent, seed=config.seed, device=device
+        )
 
     def objective(self, model: Any, config: RunConfig) -> Objective:
         return objective_of(
             model, masked_loss, logits_alone, label_smoothing=config.label_smoothing, weighted_by_targets=True
         )
-
-    def validation_split(self, config: RunConfig) -> str | None:
-        return "valid"
 
     def reported_split(self, config: RunConfig) -> str:
         return "valid"
@@ -155,29 +155,6 @@ class MaskedLanguageModelling(Task):
     def description(self) -> dict[str, Any]:
         words = f"{self.text.description}; perplexities compare only with the same pieces"
         return {"data": words, "truncated_sentences": self.text.cut}
-
-
-class MaskedBatches:
-    """The training batches on a device."""
-
-    def __init__(self, text: PackedText, config: RunConfig, device: torch.device) -> None:
-        self._device = device
-        self._stream = MaskedStream(
-            text, config.batch_size, masking=masking(config), exponent=config.own["language_exponent"], seed=config.seed
-        )
-        filled = sum(
-            share * text.sizes[language] / text.train[language].size for language, share in self._stream.shares.items()
-        )
-        self.tokens_per_step = filled * config.batch_size * config.segment_length
-
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs [B, T] (-1 = padding) and targets [B, T] (-100 = none)."""
-        inputs, targets = self._stream.batch(step)
-        return inputs.to(self._device), targets.to(self._device)
-
-    def is_epoch_start(self, step: int) -> bool:
-        """An encoder has no memory to forget."""
-        return False
 
 
 def masking(config: RunConfig) -> Masking:

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from pointsman._errors import RunError
 from pointsman.diagnostics.diagnose import Batch
@@ -18,14 +17,12 @@ from pointsman_lab.data.pieces import START, Pieces, shares
 from pointsman_lab.data.streams import IGNORE
 from pointsman_lab.data.task_streams import PADDING, Encoded, TaskStream, eval_batches
 from pointsman_lab.evaluation.passes import EvaluationContext
-from pointsman_lab.models.config import build_model
 from pointsman_lab.tasks.translation.data import Pairs, ParallelText, ids_of, open_parallel
 from pointsman_lab.tasks.translation.evaluation import LENGTH_PENALTY, LONGER, MORE, evaluate_translation
 from pointsman_lab.tasks.translation.model import TranslationConfig
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.kernels import autocast
 from pointsman_lab.training.objectives import Objective, class_loss, logits_alone, objective_of
-from pointsman_lab.training.task import Batches, Observed, Task
+from pointsman_lab.training.task import Batches, Observed, Task, target_nats
 
 TOKENS_A_SENTENCE = 20
 """`eval_tokens` and `valid_tokens` count sentences as so many tokens."""
@@ -58,9 +55,6 @@ class Translation(Task):
     def check(self, config: RunConfig) -> None:
         check(config)
 
-    def build_model(self, config: RunConfig) -> Any:
-        return build_model(config.model)
-
     def encoded(self, length: int) -> Encoded:
         """The training pairs of all source languages."""
         if length not in self._encoded:
@@ -90,18 +84,9 @@ class Translation(Task):
             for one in eval_batches(encoded, config.eval_batch_size, device):
                 inputs, targets = paired(one.tokens, one.labels)
                 batches.append(Batch(inputs, targets, None, number))
-
-        def read(model: nn.Module, batch: Batch) -> Tensor:
-            assert batch.targets is not None
-            with autocast(config, device):
-                logits: Tensor = model(batch.inputs)
-            return F.cross_entropy(
-                logits.float().flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE, reduction="sum"
-            )
-
         read_tokens = sum(int((one.inputs >= 0).sum()) for one in batches)
         protocol = {"data": self.text.description, "split": split, "tokens": read_tokens}
-        return Observed(batches, len(batches), lambda: read, protocol, names)
+        return Observed(batches, len(batches), lambda: target_nats(config, device), protocol, names)
 
     def stretch(self, config: RunConfig, tokens: int) -> list[NDArray[np.int64]]:
         """Source sentences, of each language alike: the page looks at the encoder's layers."""
@@ -133,12 +118,6 @@ class Translation(Task):
         return objective_of(
             model, class_loss, logits_alone, label_smoothing=config.label_smoothing, weighted_by_targets=True
         )
-
-    def validation_split(self, config: RunConfig) -> str | None:
-        return "valid"
-
-    def reported_split(self, config: RunConfig) -> str:
-        return config.eval_split
 
     def evaluate(
         self, model: Any, config: RunConfig, split: str, top_k: Sequence[int], context: EvaluationContext
