@@ -22,14 +22,7 @@ LIMIT = "limit"
 
 @dataclass(frozen=True)
 class Case:
-    """One layer and one batch.
-
-    Attributes:
-        tokens: rows of a batch.
-        dim, hidden_dim, num_experts, k: the layer; experts are ReLU, without biases.
-        dtype: "float32" or "bfloat16".
-        train: forward and backward, or forward alone (decoding).
-    """
+    """One layer and one batch."""
 
     name: str
     tokens: int

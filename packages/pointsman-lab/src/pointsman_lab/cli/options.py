@@ -46,12 +46,7 @@ class Parser(argparse.ArgumentParser):
     def common(
         self, out: str, settings: str = "any setting of the run, e.g. learning_rate=1e-3", *, folder: bool = True
     ) -> None:
-        """--out, --device, --config, --import, --set.
-
-        Args:
-            settings: what --set takes; "": the command has no --set.
-            folder: whether --out is a folder.
-        """
+        """--out, --device, --config, --import, --set."""
         self.add_argument("--out", type=Path, metavar="DIR" if folder else "FILE", help=out)
         self.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, … (default: cuda if there is one)")
         self.add_argument("--config", type=Path, metavar="FILE", help="flags from a TOML or JSON file; flags here win")

@@ -156,14 +156,7 @@ def open_pieces(path: Path) -> Pieces:
 
 @dataclass(frozen=True)
 class MultilingualText:
-    """Sentences by language; an empty one ends a document.
-
-    Attributes:
-        name: for tables.
-        train: language -> sentences.
-        valid: language -> sentences, of those languages that have a validation part of their own.
-        note: what was left out, for the protocol line.
-    """
+    """Sentences by language; an empty one ends a document."""
 
     name: str
     train: Mapping[str, tuple[str, ...]]
@@ -180,13 +173,13 @@ def shares(sizes: Mapping[str, int], exponent: float) -> dict[str, float]:
     return {language: weight / sum(weights.values()) for language, weight in weights.items()}
 
 
-def learn_pieces(text: MultilingualText, size: int, *, exponent: float = 0.7, seed: int = 0) -> Pieces:
+def learn_pieces(text: MultilingualText, size: int, *, exponent: float = 0.7) -> Pieces:
     """Trains pieces on 2 million characters, drawn over the languages with this exponent."""
     characters = {language: sum(map(len, sentences)) for language, sentences in text.train.items()}
     chosen: list[str] = []
     for number, (language, share) in enumerate(shares(characters, exponent).items()):
         sentences = [sentence for sentence in text.train[language] if sentence]
-        order = np.random.Generator(np.random.Philox(key=[seed, number])).permutation(len(sentences))
+        order = np.random.Generator(np.random.Philox(key=[0, number])).permutation(len(sentences))
         budget = share * _TRAINING_CHARACTERS
         for index in order:
             if budget <= 0:
@@ -199,13 +192,13 @@ def learn_pieces(text: MultilingualText, size: int, *, exponent: float = 0.7, se
         raise RunError(f"{text.name}: {error}") from None
 
 
-def train_pieces(sentences: Iterable[str], size: int, *, coverage: float = 0.9995) -> Pieces:
+def train_pieces(sentences: Iterable[str], size: int) -> Pieces:
     """Trains a unigram model of `size` pieces; the same sentences in the same order give the same model."""
     if size < 16:
         raise RunError(f"{size} pieces: at least 16 are needed")
     return Pieces(
         train_model(
-            sentences, size, coverage=coverage, normalization_rule_name="nmt_nfkc", bos_id=START, pad_id=PAD,
+            sentences, size, coverage=0.9995, normalization_rule_name="nmt_nfkc", bos_id=START, pad_id=PAD,
             eos_id=END, unk_id=UNKNOWN, user_defined_symbols=[MASK],
         )
     )  # fmt: skip

@@ -187,13 +187,6 @@ def evaluated(
 
     The default generator's state, the model's k and its mode are as before afterwards.
 
-    Args:
-        one_pass: reads the data and returns figures.
-        split: name of the part, for the record.
-        batches: those of a pass.
-        seed: of routers that draw at random in evaluation.
-        ranks: who shares the data.
-
     Returns:
         For each k: {"split", "top_k", figures, "routers": what `RoutingSummary` has, of a final evaluation}.
 

@@ -136,11 +136,12 @@ def _number(value: float | None) -> str:
     return NONE if value is None else f"{value:.4g}"
 
 
-def polyline(curve: Sequence[Sequence[float | None]], width: int = 240, height: int = 90) -> Mapping[str, str]:
+def polyline(curve: Sequence[Sequence[float | None]]) -> Mapping[str, str]:
     """Points of an SVG polyline of [[step, value], ...], the values from 0 to the largest; empty without a curve."""
     known = [(step, value) for step, value in curve if step is not None and value is not None]
     if not known:
         return {}
+    width, height = 240, 90
     last, top = known[-1][0], max(*(value for _, value in known), 1e-9)
     points = " ".join(f"{step / last * width:.1f},{height - max(value, 0) / top * height:.1f}" for step, value in known)
     return {"points": points, "top": f"{top:.3g}", "steps": f"{last:g}"}

@@ -77,12 +77,7 @@ def count(row: str, seeds: int) -> int:
 
 
 def fill(task: Task, row: str, seeds: int, out: Path, check: Callable[[], None], told: Callable[[int], None]) -> None:
-    """Does what is missing of a cell; every run that ends is kept, one that is interrupted starts anew.
-
-    Args:
-        check: called now and then; may raise, to stop.
-        told: after each run, how many the cell has.
-    """
+    """Does what is missing of a cell; every run that ends is kept, one that is interrupted starts anew."""
     cell = read_cell(out, task.name, row)
 
     def keep() -> None:

@@ -114,13 +114,7 @@ def fixed_tensors(router: Router) -> list[Tensor]:
 
 
 def inference_flops(model: nn.Module, top_k: int, protocol: Protocol = PAPERS) -> int:
-    """FLOPs of one batch with k experts a token, by this module's protocol.
-
-    Args:
-        model: any model of `RelativeAttention`, `Attention` (whose memory is a cache), `FeedForward` and `MoE`.
-        top_k: experts a token in each sparse layer; 0 counts the routers without experts.
-        protocol: what is counted.
-    """
+    """FLOPs of one batch with k experts a token, by this module's protocol."""
     tokens = protocol.batch * protocol.length
     keys = protocol.length + protocol.memory
     total = 0

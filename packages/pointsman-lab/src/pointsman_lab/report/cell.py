@@ -114,11 +114,7 @@ class Paired:
 
 @dataclass(frozen=True)
 class Cell:
-    """One quantity over seeds.
-
-    Attributes:
-        values: seed -> value, finite ones only.
-    """
+    """One quantity over seeds."""
 
     values: Mapping[int, float]
 

@@ -245,9 +245,6 @@ def named(name: str, **given: Any) -> dict[str, Any] | None:
     """The settings of a preset or recipe, those of the model as "model.…".
 
     None where there is none of that name, or where it refuses the arguments, such as a router of another package.
-
-    Args:
-        given: further arguments of `recipes.preset`; a recipe takes router and seed only.
     """
     from pointsman_lab.recipes import preset, recipe, recipes
     from pointsman_lab.registry import presets

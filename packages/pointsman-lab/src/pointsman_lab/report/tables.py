@@ -93,7 +93,7 @@ class ComparisonTable(Forms):
 
     @classmethod
     def of(cls, comparison: Comparison, *, baseline: str | None = None, split: str = "test") -> ComparisonTable:
-        """The table of a comparison; errors as `read` raises them."""
+        """The table of a comparison."""
         baseline = baseline or comparison.shown.get("baseline")
         if baseline is not None and baseline not in comparison.routers:
             raise RunError(f"baseline {baseline!r}: {did_you_mean(baseline, comparison.routers)}")

@@ -160,10 +160,6 @@ def consistency(records: Sequence[tuple[Path, Mapping[str, Any]]], top_k: int = 
     """Inter-run consistency of the expert loads between fine-tunings of one pre-trained run, mean over layers and runs.
 
     Fine-tunings from scratch are left out: experts of different initial weights do not correspond.
-
-    Args:
-        records: (a fine-tuned run's directory, an evaluation of it), of one router.
-        top_k: of the results that count.
     """
     groups: dict[Path, dict[str, list[list[float]]]] = {}
     for path, record in records:

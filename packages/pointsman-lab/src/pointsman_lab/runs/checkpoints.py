@@ -87,12 +87,7 @@ def complete_folder(
     keep: int,
     rest: Mapping[str, Any] = MappingProxyType({"format": FORMAT}),
 ) -> Path:
-    """Adds state.json and the manifest to the synced files in `aside`, and names the whole `folder/step-N`.
-
-    Args:
-        described: {"bytes", "sha256"} of each file, by its path in `aside`.
-        rest: what the manifest says besides.
-    """
+    """Adds state.json and the manifest to the synced files in `aside`, and names the whole `folder/step-N`."""
     target = folder / f"step-{step}"
     content = json.dumps(state, indent=2).encode()
     write_synced(aside / STATE, content)
@@ -167,11 +162,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def last_checkpoint(
     folder: Path, note: Callable[[str], None], usable: Callable[[Checkpoint], str | None] = lambda checkpoint: None
 ) -> Checkpoint | None:
-    """The latest usable checkpoint of a `checkpoints` folder; `note` is told of each one that is passed over, and why.
-
-    Args:
-        usable: says why a whole checkpoint cannot be used here, or None.
-    """
+    """The latest usable checkpoint of a `checkpoints` folder; `note` is told of each that it passes over, and why."""
     for step in steps_of(folder):
         try:
             checkpoint = open_checkpoint(folder / f"step-{step}")

@@ -114,10 +114,6 @@ def saved_runs(
 ) -> list[tuple[str, int]]:
     """(router, seed) of a comparison's runs that have saved weights, one seed for all routers before the next.
 
-    Args:
-        note: told, in one line, of those that have not.
-        routers: only these rows.
-
     Raises:
         RunError: the comparison has no such row, or no run has saved weights.
     """

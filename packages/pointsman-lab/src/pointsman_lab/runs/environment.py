@@ -18,13 +18,7 @@ DECIDES_BITS = ("packages", "machine", "processor", "threads", "device", "device
 def environment(
     kernels: Mapping[str, str], *, device: str = "cpu", device_name: str | None = None, threads: int = 1
 ) -> dict[str, Any]:
-    """The content of environment.json, for the process that calls it.
-
-    Args:
-        kernels: the kernels of the run, as `Kernels.to_dict` gives them.
-        device: "cpu", "cuda:0", …; device_name: the GPU's.
-        threads: those that torch uses.
-    """
+    """The content of environment.json, for the process that calls it."""
     packages: dict[str, str | None] = {}
     for name in ("pointsman", "torch", "numpy", "safetensors"):
         try:

@@ -70,16 +70,7 @@ def evaluation_record(
     metrics: Iterable[Mapping[str, Any]],
     cost: Mapping[str, int],
 ) -> dict[str, Any]:
-    """The content of evaluation.json.
-
-    Args:
-        step: of the evaluated weights.
-        protocol: how the results came about: data, lengths, budget of tokens, …
-        results: one for each k, with "split", "top_k", "metric", "value".
-        router_parameters, parameters: trainable ones.
-        cost: of a token (`models.cost.cost_a_token`).
-        metrics: rows of metrics.jsonl; "step_seconds" is the median over the training rows.
-    """
+    """The content of evaluation.json."""
     seconds = [row["step_seconds"] for row in metrics if row["kind"] == "train"]
     return {
         "format": 1,

@@ -56,11 +56,7 @@ class Opened:
 
 
 def share(folder: Path, out: Path, papers: str = "", cells: Mapping[str, Any] | None = None) -> Path:
-    """Writes the file.
-
-    Args:
-        cells: of an exam: file in its folder -> its content.
-    """
+    """Writes the file."""
     plan = read_whole_json(folder / COMPARISON)
     if plan is not None:
         plan = {key: value for key, value in plan.items() if key != "nodes"}  # names of the sender's machines

@@ -33,11 +33,7 @@ def write_checkpoint(folder: Path, step: int, files: Files, state: Mapping[str, 
 
 
 def checkpoint_tensors(checkpoint: Checkpoint, name: str, only: Collection[str] | None = None) -> dict[str, Tensor]:
-    """The whole tensors of one file of a checkpoint, on the CPU; shared ones under each of their names.
-
-    Args:
-        only: names; None: all of them.
-    """
+    """The whole tensors of one file of a checkpoint, on the CPU; shared ones under each of their names."""
     if checkpoint.format == FORMAT and only is None:
         return read_tensors(checkpoint.path / f"{name}.safetensors")
     stored = stored_tensors(checkpoint, name)

@@ -190,12 +190,7 @@ def cluster(told: str | None, device: str, out: Path) -> Iterator[Nodes | None]:
 
 
 class Ray:
-    """Tasks of a Ray cluster.
-
-    Args:
-        address: of its head, HOST:PORT; "": the cluster of this machine, started if there is none.
-        device: "cuda": each task has a GPU; otherwise a core only.
-    """
+    """Tasks of a Ray cluster."""
 
     def __init__(self, address: str, device: str) -> None:
         host, _, port = address.rpartition(":")
@@ -250,14 +245,7 @@ def _on_ray(call: Callable[[], None]) -> None:
 
 
 class Slurm:
-    """Jobs of Slurm, by submitit.
-
-    Args:
-        partition: "": Slurm's default. hours: after which Slurm ends a job, which then goes on in another.
-        device: as of `Ray`.
-        folder: shared with the nodes, for submitit's own files.
-        cluster: "local" runs the jobs on this machine, as tests do.
-    """
+    """Jobs of Slurm, by submitit."""
 
     def __init__(self, partition: str, device: str, folder: Path, hours: float = 24, cluster: str = "slurm") -> None:
         import submitit

@@ -58,12 +58,7 @@ def build_adam(
     scales: Mapping[int, float] = MappingProxyType({}),
     undecayed: Collection[int] = (),
 ) -> torch.optim.Adam:
-    """Adam or AdamW over these parameters, fused: one pass over each weight.
-
-    Args:
-        scales: what `lr_scales` gives. Parameters of one factor are a group, whose "lr_scale" it is.
-        undecayed: ids of parameters without weight decay, in groups of their own.
-    """
+    """Adam or AdamW over these parameters, fused: one pass over each weight."""
     if not parameters:
         raise RunError("nothing in the model trains")
     groups: dict[tuple[float, float, Any], list[nn.Parameter]] = {}

@@ -106,9 +106,6 @@ class TrainingState:
     def train_step(self, monitor: Monitor | None = None, stop: Stop | None = None) -> dict[str, Any]:
         """One optimizer step; returns its line of metrics, which is that of all ranks.
 
-        Args:
-            stop: of this rank; all of them learn in `stopping` whether one was set.
-
         Raises:
             Diverged: loss or gradient are not finite; no weight has changed.
         """

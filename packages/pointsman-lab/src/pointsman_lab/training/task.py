@@ -197,12 +197,7 @@ def evaluated_k(config: RunConfig) -> set[int]:
 
 
 def pretraining_task(config: RunConfig, progress: DataProgress | None = None, vocabulary: Any = None) -> Task:
-    """The task of these settings, by the family of their model, with its data.
-
-    Args:
-        progress: called as progress(what, done, total).
-        vocabulary: that of a trained run; None: built from the data.
-    """
+    """The task of these settings, by the family of their model, with its data."""
     task: Task = trains(config.model.family).open(config, progress, vocabulary)
     return task
 

@@ -22,12 +22,7 @@ from pointsman_lab.tasks.crosslingual.xtreme import Item
 
 @dataclass(frozen=True)
 class TestPart:
-    """The test part of one language.
-
-    Attributes:
-        items, rows: the scored items, and their rows. groups: of the items (`XtremeData.groups`).
-        floor: (name, figure) of the best prediction without a model.
-    """
+    """The test part of one language."""
 
     items: Sequence[Item]
     rows: Features

@@ -80,11 +80,11 @@ def _gazetteer(rows: Sequence[Tagged]) -> dict[tuple[str, ...], str]:
     return {words: kinds.most_common(1)[0][0] for words, kinds in found.items()}
 
 
-def _looked_up(words: Sequence[str], known: Mapping[tuple[str, ...], str], longest: int = 8) -> list[str]:
+def _looked_up(words: Sequence[str], known: Mapping[tuple[str, ...], str]) -> list[str]:
     tags = ["O"] * len(words)
     place = 0
     while place < len(words):
-        for size in range(min(longest, len(words) - place), 0, -1):
+        for size in range(min(8, len(words) - place), 0, -1):
             if kind := known.get(tuple(words[place : place + size])):
                 tags[place : place + size] = [f"B-{kind}", *[f"I-{kind}"] * (size - 1)]
                 place += size

@@ -111,10 +111,6 @@ def read_tagged(file: Path, tags: Sequence[str] | None, language: str = "") -> l
 
     A prefix `LANG:` of WikiAnn's raw release is taken off. CoNLL-U: FORM and UPOS; multi-word tokens, empty nodes and
     comments are passed over.
-
-    Args:
-        tags: None: tags are not needed.
-        language: LANG.
     """
     conllu = ".conllu" in file.name
     sentences: list[Tagged] = []
@@ -154,11 +150,7 @@ def read_tagged(file: Path, tags: Sequence[str] | None, language: str = "") -> l
 
 
 def read_questions(file: Path, *, answered: bool = True) -> list[Question]:
-    """Questions in SQuAD's form (SQuAD, XQuAD, MLQA, TyDiQA-GoldP).
-
-    Args:
-        answered: False: answers are not needed, and not read.
-    """
+    """Questions in SQuAD's form (SQuAD, XQuAD, MLQA, TyDiQA-GoldP)."""
     with reading(file), open_unpacked(file) as opened:
         raw = opened.read(MOST_JSON + 1)
     if len(raw) > MOST_JSON:

@@ -39,10 +39,6 @@ class Corrupted:
 
     Published: `PATH/CORRUPTION.npy` with `labels.npy`, severities one after another (CIFAR-10-C), or
     `PATH/CORRUPTION/SEVERITY/CLASS/*` (ImageNet-C).
-
-    Args:
-        images: the clean set. split, rows: the part of it, and the numbers of its images.
-        path: folder of published files; None: our own corruptions.
     """
 
     def __init__(self, images: ImageSet, split: str, rows: list[int], path: Path | None) -> None:

@@ -94,11 +94,7 @@ def generate(
 
 
 class TextStream:
-    """Turns ids into text as they come: a character appears when its last id is there.
-
-    Args:
-        before: ids whose text is known already, so that what follows joins it.
-    """
+    """Turns ids into text as they come: a character appears when its last id is there."""
 
     def __init__(self, vocabulary: Vocabulary, before: Iterable[int] = ()) -> None:
         self._vocabulary = vocabulary
