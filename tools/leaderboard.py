@@ -29,9 +29,9 @@ from pointsman_lab.report.cell import Cell, squared_variation
 from pointsman_lab.runs.comparison import required_plan
 from pointsman_lab.runs.entry import entry_of, read_entry
 from pointsman_lab.runs.environment import differing_bits
+from pointsman_lab.runs.imports import import_named
 from pointsman_lab.training.compare import Plan, compare
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.imports import import_named
 
 ROOT = Path(__file__).parents[1]
 RULES = {"title!": str, "text!": str, "data!": str, "fingerprint!": str, "seconds!": float, "seeds!": int,

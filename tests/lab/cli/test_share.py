@@ -13,7 +13,7 @@ import pytest
 from pointsman_lab._files import write_whole
 from pointsman_lab.cli.main import main
 from pointsman_lab.runs.comparison import read
-from pointsman_lab.runs.named import remember
+from pointsman_lab.runs.imports import remember
 from tests.lab.report.fixtures import dump, write_comparison, write_run
 
 SOURCE = "print('run by nobody')\nraise SystemExit('unasked')\n"

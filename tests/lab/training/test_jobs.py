@@ -17,9 +17,9 @@ import torch
 from pointsman._errors import RunError, Stopped
 from pointsman.routers.frame import entries
 from pointsman_lab.progress import Progress, Quiet, Stop
+from pointsman_lab.runs.imports import import_named
 from pointsman_lab.training.compare import Plan, compare, default_jobs
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.imports import import_named
 from pointsman_lab.training.jobs import Work, do_all
 
 

@@ -77,7 +77,7 @@ class Parser(argparse.ArgumentParser):
             self.set_defaults(**self._from_file(values.config))
             values = self.parse_args(list(words))
         if getattr(values, "imports", None):
-            from pointsman_lab.training.imports import import_named
+            from pointsman_lab.runs.imports import import_named
 
             values.imports = [import_named(name) for name in values.imports]
         if getattr(values, "out", None) is not None and self.out_is_folder and values.out.is_file():

@@ -42,7 +42,7 @@ def run(arguments: Sequence[str]) -> int:
 
     imports = [name for folder in values.runs for name in recorded_imports(folder)]
     if imports:  # the page says which routers draw random numbers
-        from pointsman_lab.training.imports import import_remembered
+        from pointsman_lab.runs.imports import import_remembered
 
         import_remembered(imports)
     runs = values.runs if len(values.runs) > 1 else values.runs[0]

@@ -44,7 +44,7 @@ def use_recorded_imports(values: argparse.Namespace, routers: Sequence[str]) -> 
     """
     names = [] if values.out is None else recorded_imports(values.out)
     if names:
-        from pointsman_lab.training.imports import import_recorded
+        from pointsman_lab.runs.imports import import_recorded
 
         for router in routers:
             import_recorded(router, [*values.imports, *names])

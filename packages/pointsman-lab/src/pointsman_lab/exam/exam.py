@@ -18,7 +18,7 @@ from pointsman_lab.exam.cell import VERSION, count, fill, is_whole, read_cell
 from pointsman_lab.exam.registry import TASKS
 from pointsman_lab.progress import Progress, Stop, check_stop
 from pointsman_lab.runs.compact import rounded
-from pointsman_lab.training.imports import import_named
+from pointsman_lab.runs.imports import import_named
 from pointsman_lab.training.jobs import Work, do_all
 
 PLAN, RECORD = "exam.json", "record.jsonl"

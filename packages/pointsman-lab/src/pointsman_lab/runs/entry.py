@@ -17,7 +17,7 @@ from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._files import read_json
 from pointsman_lab._shapes import check_shape
 from pointsman_lab.runs.comparison import read_comparison, required_plan
-from pointsman_lab.runs.named import source_of
+from pointsman_lab.runs.imports import source_of
 from pointsman_lab.runs.paths import EVALUATION
 from pointsman_lab.runs.record import RunRecord
 

@@ -29,7 +29,7 @@ from pointsman_lab._files import (
 from pointsman_lab._shapes import check_shape, inflated, shape_of
 from pointsman_lab.runs.checkpoints import STATE, steps_of
 from pointsman_lab.runs.compact import RECORD, entries_of, line_of, packed, record_of, written
-from pointsman_lab.runs.named import source_of
+from pointsman_lab.runs.imports import source_of
 from pointsman_lab.runs.paths import CHECKPOINTS, COMPARISON, CONFIG, EVALUATION, slug
 
 FORMAT, VERSION = "pointsman-share", 1

@@ -17,7 +17,7 @@ from pointsman_lab._files import parse_json
 from pointsman_lab._values import most, typed_fields, typed_value, upper
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.registry import OLDEST, entries, family, own_settings
-from pointsman_lab.training.imports import import_recorded
+from pointsman_lab.runs.imports import import_recorded
 from pointsman_lab.training.k_schedule import Shape, TopKSchedule, build_schedule, doublings
 from pointsman_lab.training.settings import EARLIER, GONE, derived, flat, without_effect
 
