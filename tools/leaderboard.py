@@ -9,6 +9,7 @@ An entry brings code: check it where there are no secrets. The same bits are ask
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from pointsman._errors import RunError
@@ -23,11 +25,18 @@ from pointsman_lab._files import read_json, write_whole
 from pointsman_lab._grid import NONE, Grid, wrapped
 from pointsman_lab._shapes import check_shape
 from pointsman_lab.cli.progress import Display
+from pointsman_lab.exam.cell import VERSION
+from pointsman_lab.exam.entry import SHAPE as EXAM_SHAPE
+from pointsman_lab.exam.entry import consistent
+from pointsman_lab.exam.exam import record
+from pointsman_lab.exam.registry import QUICK, TASKS
+from pointsman_lab.exam.run import run as examined
+from pointsman_lab.exam.scores import scores
 from pointsman_lab.models.config import build_model
 from pointsman_lab.models.cost import inference_flops
 from pointsman_lab.report.cell import Cell, squared_variation
 from pointsman_lab.runs.comparison import required_plan
-from pointsman_lab.runs.entry import entry_of, read_entry
+from pointsman_lab.runs.entry import SHAPE, entry_of, read_entry
 from pointsman_lab.runs.environment import differing_bits
 from pointsman_lab.runs.imports import import_named
 from pointsman_lab.training.compare import Plan, compare
@@ -36,8 +45,12 @@ from pointsman_lab.training.config import RunConfig
 ROOT = Path(__file__).parents[1]
 RULES = {"title!": str, "text!": str, "data!": str, "fingerprint!": str, "seconds!": float, "seeds!": int,
          "eval_tokens!": int, "tolerance!": float}  # fmt: skip
+EXAM_RULES = {"title!": str, "text!": str, "tasks!": [str], "seeds!": int, "tolerance!": float}
 FIRST_STEPS, FIRST_LOSS = 5, 1e-3
 """The losses of so many logged steps are the same on any machine, this far: errors of rounding have not grown yet."""
+FIRST_POINT = 0.1
+"""How far the first point of an exam's curve may lie from that of the training again, after a tenth of the steps."""
+KNOWN = record()
 
 
 def rules_of(file: Path) -> dict[str, Any]:
@@ -45,8 +58,54 @@ def rules_of(file: Path) -> dict[str, Any]:
     rules = read_json(file.parent / "track.json")
     if rules is None:
         raise RunError(f"{file.parent} is no track: it has no track.json")
-    check_shape(rules, RULES, str(file.parent / "track.json"))
+    check_shape(rules, EXAM_RULES if "tasks" in rules else RULES, str(file.parent / "track.json"))
     return rules
+
+
+def opened(file: Path, rules: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of this track."""
+    return read_entry(file, EXAM_SHAPE if "tasks" in rules else SHAPE)
+
+
+def follow_exam(entry: Mapping[str, Any], rules: Mapping[str, Any], where: str) -> None:
+    """RunError where an entry of the exam breaks a rule, or contradicts itself."""
+    if entry["version"] != VERSION or set(entry["cells"]) != set(rules["tasks"]):
+        raise RunError(
+            f"{where}: the track has version {VERSION} of the exam and the tasks {', '.join(rules['tasks'])}"
+        )
+    wanted = set(map(str, range(rules["seeds"])))
+    for task, cell in entry["cells"].items():
+        if set(cell["runs"]) != wanted:
+            raise RunError(f"{where}, {task}: seeds {', '.join(cell['runs'])}; the track has 0 to {rules['seeds'] - 1}")
+    consistent(entry, where)
+
+
+def examined_again(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Task -> seed 0 trained again as the entry chose, from its sources alone."""
+    for name in written(entry["sources"], folder):
+        import_named(name)
+    chosen = {task: cell["chosen"] for task, cell in entry["cells"].items()}
+    return {task: examined(TASKS[task], one["spec"], 0, one["rate"], lambda: None) for task, one in chosen.items()}
+
+
+def compared_exam(entry: Mapping[str, Any], ours: Mapping[str, Any], tolerance: float, where: str) -> str:
+    """What was found; RunError where curves begin otherwise, or the mean score is not that of the training again."""
+    means = []
+    for runs in (ours, {task: cell["runs"]["0"] for task, cell in entry["cells"].items()}):
+        means.append(fmean(mean_score(task, entry["router"], {"0": of}) for task, of in runs.items()))
+    for task, again in ours.items():
+        (_, theirs), (_, own) = entry["cells"][task]["runs"]["0"].get("curve", [[0, None]])[0], again["curve"][0]
+        if theirs is None or not math.isclose(theirs, own, rel_tol=FIRST_POINT):
+            raise RunError(f"{where}, {task}: its curve begins with {theirs}, trained again {own:.4g}")
+    if abs(means[0] - means[1]) > tolerance:
+        raise RunError(f"{where}: a mean score of {means[1]:.3f}, trained again {means[0]:.3f}")
+    return f"a mean score of {means[1]:.3f}, trained again {means[0]:.3f} (tolerance {tolerance:g})"
+
+
+def mean_score(task: str, router: str, runs: Mapping[str, Any]) -> float:
+    """The score of a router, mean over these runs, with the record's oracle and plain; 0 where one diverged."""
+    cells = {**{(task, row): KNOWN[task, row] for row in ("oracle", "plain")}, (task, router): {"runs": runs}}
+    return fmean(scores(cells, task, router).values() or [0.0])
 
 
 def follow(entry: Mapping[str, Any], rules: Mapping[str, Any], where: str) -> None:
@@ -66,12 +125,14 @@ def follow(entry: Mapping[str, Any], rules: Mapping[str, Any], where: str) -> No
         raise RunError(f"{where}: eval_tokens={settings.get('eval_tokens')}; the track has {rules['eval_tokens']}")
 
 
+def written(sources: Mapping[str, str], folder: Path) -> list[str]:
+    """The files of an entry's sources, written into a folder."""
+    return [str(write_whole(folder / Path(name).name, text)) for name, text in sources.items()]
+
+
 def trained_again(entry: Mapping[str, Any], seed: int, folder: Path) -> dict[str, Any]:
     """The entry's run of one seed, from its settings and sources alone; in a process of its own, which imports them."""
-    names = []
-    for name, text in entry["sources"].items():
-        write_whole(folder / Path(name).name, text)
-        names.append(str(folder / Path(name).name))
+    names = written(entry["sources"], folder)
     given = {**entry["settings"], "imports": [], "track": [], "tensorboard": False}
     for name in names:
         import_named(name)
@@ -108,11 +169,15 @@ def compared(theirs: Mapping[str, Any], ours: Mapping[str, Any], tolerance: floa
 
 
 def check(file: Path, seed: int = 0) -> str:
-    """Checks one entry."""
-    rules, entry = rules_of(file), read_entry(file)
-    follow(entry, rules, str(file))
+    """Checks one entry; of the exam seed 0."""
+    rules = rules_of(file)
+    entry, exam = opened(file, rules), "tasks" in rules
+    (follow_exam if exam else follow)(entry, rules, str(file))
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, context) as alone:
+        if exam:
+            again = alone.submit(examined_again, entry, Path(folder)).result()
+            return compared_exam(entry, again, rules["tolerance"], f"{file}, seed 0")
         ours = alone.submit(trained_again, entry, seed, Path(folder)).result()
     return compared(entry["runs"][str(seed)], ours, rules["tolerance"], f"{file}, seed {seed}")
 
@@ -140,14 +205,26 @@ def row_of(entry: Mapping[str, Any]) -> list[str]:
     return [f"{entry['name']} (`{entry['router']}`)", *bits, load, f"{flops / 1e9:.2f}", f"{seconds:.0f}"]
 
 
+def exam_row(entry: Mapping[str, Any]) -> list[str]:
+    """name, mean score over the tasks, mean score on each quick task, and the task with the least."""
+    found = {task: mean_score(task, entry["router"], cell["runs"]) for task, cell in entry["cells"].items()}
+    worst = min(found, key=found.__getitem__)
+    shown = [f"{value:.2f}" for value in (fmean(found.values()), *(found[task] for task in QUICK if task in found))]
+    return [f"{entry['name']} (`{entry['router']}`)", *shown, f"{worst} {found[worst]:.2f}"]
+
+
 def page(folder: Path) -> str:
-    """All tracks, each with its rules and its entries, the best at k = 2 first."""
+    """All tracks, each with its rules and its entries, the best at k = 2 (of the exam: on average) first."""
     parts = ["# Leaderboard", (folder / "README.md").read_text(encoding="utf-8").strip()]
     for track in sorted(folder.glob("*/track.json")):
         rules = rules_of(track)
-        rows = [row_of(read_entry(file)) for file in sorted(track.parent.glob("*.json")) if file != track]
-        header = ("entry", "k = 1", "k = 2", "k = N", "load, CV²", "GFLOPs", "seconds")
-        rows.sort(key=lambda row: row[2])
+        entries = [opened(file, rules) for file in sorted(track.parent.glob("*.json")) if file != track]
+        if "tasks" in rules:
+            header = ["entry", "mean score", *(task for task in QUICK if task in rules["tasks"]), "least"]
+            rows = sorted(map(exam_row, entries), key=lambda row: -float(row[1]))
+        else:
+            header = ["entry", "k = 1", "k = 2", "k = N", "load, CV²", "GFLOPs", "seconds"]
+            rows = sorted(map(row_of, entries), key=lambda row: row[2])
         parts += [f"## {rules['title']}", wrapped(rules["text"]), Grid(header, rows, code=False).markdown()]
     return "\n\n".join(parts) + "\n"
 

@@ -124,3 +124,54 @@ def test_a_rule_that_is_broken_is_named(
 ) -> None:
     with pytest.raises(RunError, match=message):
         check(changed(submitted, tmp_path, change, anew))
+
+
+@pytest.fixture(scope="session")
+def examined(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A track of the exam with one task, and the record's plain router as its entry."""
+    folder = tmp_path_factory.mktemp("leaderboard-exam")
+    assert main(["exam", "smoe", "--tasks", "clusters", "--jobs", "1", "--out", str(folder / "exam")]) == 0
+    entry = folder / "track" / "smoe.json"
+    assert main(["submit", str(folder / "exam"), "--router", "smoe", "--out", str(entry)]) == 0
+    rules = {"title": "One task", "text": "Scores.", "tasks": ["clusters"], "seeds": 8, "tolerance": 0.1}
+    (entry.parent / "track.json").write_text(json.dumps(rules))
+    return entry
+
+
+def cell_of(entry: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = entry["cells"]["clusters"]
+    return found
+
+
+def test_an_entry_of_the_exam_is_trained_again(examined: Path) -> None:
+    assert "trained again" in check(examined)
+    (examined.parents[1] / "README.md").write_text("Rules.")
+    assert "| entry | mean score | clusters | least |" in page(examined.parents[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "anew", "message"),
+    [
+        (
+            lambda entry: cell_of(entry)["runs"]["0"].update(value=1e-9),
+            True,
+            "the value 1e-09 is not that of its curve",
+        ),
+        (lambda entry: cell_of(entry)["chosen"].update(rate=1e-3), True, "what was tried chooses smoe at"),
+        (lambda entry: cell_of(entry)["tried"].pop(0), True, "a choice was not tried"),
+        (lambda entry: cell_of(entry)["runs"].pop("7"), True, "the track has 0 to 7"),
+        (lambda entry: entry["cells"].update(zipf=cell_of(entry)), True, "the tasks clusters"),
+        (lambda entry: cell_of(entry)["runs"]["0"]["curve"][0].__setitem__(1, 0.001), True, "its curve begins with"),
+        (lambda entry: entry.update(name="other"), False, "its SHA-256 differs"),
+    ],
+)
+def test_a_changed_entry_of_the_exam_is_refused(
+    examined: Path, tmp_path: Path, change: Callable[[dict[str, Any]], object], anew: bool, message: str
+) -> None:
+    with pytest.raises(RunError, match=message):
+        check(changed(examined, tmp_path, change, anew))
+
+
+def test_what_is_no_row_of_an_exam_is_not_submitted(examined: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", str(examined.parents[1] / "exam"), "--router", "smoee"]) == 2
+    assert "did you mean 'smoe'" in capsys.readouterr().err

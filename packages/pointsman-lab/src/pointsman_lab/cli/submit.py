@@ -1,4 +1,4 @@
-"""`pointsman submit DIR`: one row of a comparison as a file for the leaderboard."""
+"""`pointsman submit DIR`: one row of a comparison, or of an exam, as a file for the leaderboard."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pointsman_lab.cli.options import Parser
 
 EPILOG = """examples:
   pointsman submit runs/mine --router mine --name "Mine, tuned"
+  pointsman submit runs/exam --router mine
 
 The file has settings, source of the router, log, evaluation and environment.
 Send it as a pull request: leaderboard/TRACK/NAME.json. docs/leaderboard.md has
@@ -18,8 +19,8 @@ the rules; a workflow trains one seed again and compares.
 
 
 def parser() -> Parser:
-    flags = Parser("submit", "Write one row of a comparison as an entry of the leaderboard.", EPILOG)
-    flags.add_argument("target", metavar="DIR", help="a comparison directory, all seeds of the row finished")
+    flags = Parser("submit", "Write one row of a comparison or an exam as an entry of the leaderboard.", EPILOG)
+    flags.add_argument("target", metavar="DIR", help="the directory of a comparison or exam, the row finished")
     flags.add_argument("--router", required=True, metavar="ROW", help="which row")
     flags.add_argument("--name", help="what the leaderboard calls it (default: the row)")
     flags.common("the file to write (default: entry.json)", settings="", folder=False)
@@ -29,8 +30,12 @@ def parser() -> Parser:
 def run(words: Sequence[str]) -> int:
     values = parser().read(words)
     from pointsman_lab._files import write_whole
+    from pointsman_lab.exam.entry import exam_entry
+    from pointsman_lab.exam.exam import PLAN
     from pointsman_lab.runs.entry import entry_of
 
-    entry = entry_of(Path(values.target), values.router, values.name or values.router)
+    folder = Path(values.target)
+    make = exam_entry if (folder / PLAN).is_file() else entry_of
+    entry = make(folder, values.router, values.name or values.router)
     print(write_whole(values.out or Path("entry.json"), json.dumps(entry, sort_keys=True) + "\n"))
     return 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,11 @@ def digest(entry: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
+def signed(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry with its checksum."""
+    return {**entry, "sha256": digest(entry)}
+
+
 def entry_of(folder: Path, router: str, name: str) -> dict[str, Any]:
     """The entry of one row of a comparison."""
     plan, comparison = required_plan(folder), read_comparison(folder)
@@ -44,15 +49,17 @@ def entry_of(folder: Path, router: str, name: str) -> dict[str, Any]:
     unfinished = [seed for one, seed in comparison.missing() if one == router]
     if unfinished:
         raise RunError(f"{folder}: {router}, seed {unfinished[0]}: not finished; the command of the comparison goes on")
-    imports = plan["settings"].get("imports") or ()
-    sources = {one: source_of(one) for one in imports if isinstance(one, str) and one.endswith(".py")}
-    entry = {
+    return signed({
         "format": FORMAT, "name": name, "router": router, "settings": plan["settings"],
         "tuned": plan.get("tuned", {}).get(router, {}), "kernels": plan.get("kernels", {}),
-        "data": plan.get("data", ""), "sources": sources,
+        "data": plan.get("data", ""), "sources": sources_of(plan["settings"].get("imports") or ()),
         "runs": {str(run.seed): _run(run) for run in comparison.of(router)},
-    }  # fmt: skip
-    return {**entry, "sha256": digest(entry)}
+    })  # fmt: skip
+
+
+def sources_of(imports: Iterable[Any]) -> dict[str, str]:
+    """The text of each Python file among what a plan imports."""
+    return {one: source_of(one) for one in imports if isinstance(one, str) and one.endswith(".py")}
 
 
 def _run(run: RunRecord) -> dict[str, Any]:
@@ -66,12 +73,12 @@ def _run(run: RunRecord) -> dict[str, Any]:
     }
 
 
-def read_entry(file: Path) -> dict[str, Any]:
+def read_entry(file: Path, shape: Mapping[str, Any] = SHAPE) -> dict[str, Any]:
     """An entry's file."""
     entry = read_json(file)
     if entry is None:
         raise RunError(f"{file}: no such file")
-    check_shape(entry, SHAPE, str(file))
+    check_shape(entry, shape, str(file))
     if entry["format"] != FORMAT:
         raise RunError(f"{file}: no entry of format {FORMAT}")
     if entry["sha256"] != digest(entry):

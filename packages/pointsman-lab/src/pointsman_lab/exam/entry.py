@@ -1,0 +1,68 @@
+"""An entry of the exam's track on the leaderboard: a router's cells on all tasks, and the source of the router."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman_lab._shapes import SHAPES
+from pointsman_lab.exam.cell import VERSION, chosen, is_whole
+from pointsman_lab.exam.exam import collect, plan_in
+from pointsman_lab.exam.registry import TASKS
+from pointsman_lab.runs.entry import FORMAT, signed, sources_of
+
+CELL = {"tried!": [[str | float | int | None]], "chosen!": {"spec!": str, "rate!": float},
+        "runs!": SHAPES["exam-*.json"]["runs!"]}  # fmt: skip
+SHAPE: dict[str, Any] = {"format!": int, "name!": str, "router!": str, "version!": int, "sources!": {"*": str},
+                         "cells!": {"*": CELL}, "sha256!": str}  # fmt: skip
+
+
+def exam_entry(folder: Path, router: str, name: str) -> dict[str, Any]:
+    """The entry of one row of an exam's directory."""
+    plan = plan_in(folder)
+    if router not in plan.rows:
+        raise RunError(f"{folder} has no row {router!r}: {did_you_mean(router, plan.rows)}")
+    cells = {task: cell for (task, row), cell in collect(plan, folder).items() if row == router}
+    for task in plan.tasks:
+        if task not in cells or not is_whole(cells[task], plan.seeds):
+            raise RunError(f"{folder}: {router}, task {task}: not finished; the command of the exam goes on")
+        if "refused" in cells[task]:
+            raise RunError(f"{folder}: {router} was refused on the task {task}: {cells[task]['refused']}")
+    kept = {
+        task: {"tried": cell["tried"], "chosen": cell["chosen"], "runs": {
+            seed: {key: value for key, value in run.items() if key != "confusion"} for seed, run in cell["runs"].items()
+        }}
+        for task, cell in cells.items()
+    }  # fmt: skip
+    return signed({
+        "format": FORMAT, "name": name, "router": router, "version": VERSION, "sources": sources_of(plan.imports),
+        "cells": kept,
+    })  # fmt: skip
+
+
+def consistent(entry: Mapping[str, Any], where: str) -> None:
+    """RunError where the cells contradict themselves: spec and rate are those chosen, values those of the curves."""
+    for task, cell in entry["cells"].items():
+        tried = {(spec, rate, seed): math.inf if value is None else value for spec, rate, seed, value in cell["tried"]}
+
+        def value(spec: str, rate: float, seed: int, tried: Mapping[Any, float] = tried) -> float:
+            return tried[spec, rate, seed]
+
+        try:
+            wanted = chosen(entry["router"], value)
+        except KeyError as error:
+            raise RunError(f"{where}, {task}: a choice was not tried: {error.args[0]}") from None
+        if wanted != (cell["chosen"]["spec"], cell["chosen"]["rate"]):
+            raise RunError(f"{where}, {task}: what was tried chooses {wanted[0]} at {wanted[1]:g}, not the entry's")
+        for seed, run in cell["runs"].items():
+            curve = {step: math.nan if one is None else one for step, one in run.get("curve", ())}
+            if curve and run["value"] is not None and not _near(TASKS[task].judge(curve), run["value"]):
+                raise RunError(f"{where}, {task}, seed {seed}: the value {run['value']} is not that of its curve")
+
+
+def _near(one: float, other: float) -> bool:
+    """Equal, but for the four digits of a record."""
+    return math.isclose(one, other, rel_tol=2e-3, abs_tol=1e-6)
