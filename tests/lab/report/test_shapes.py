@@ -9,7 +9,8 @@ from typing import Any, get_args
 
 import pytest
 
-from pointsman_lab._shapes import SHAPES, check_shape, parse_json
+from pointsman_lab._files import parse_json
+from pointsman_lab._shapes import SHAPES, check_shape
 from pointsman_lab.report import inside
 from pointsman_lab.report.audits import _parts
 
