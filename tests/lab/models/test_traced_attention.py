@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from pointsman.ops.relative import RelativeBias
-from pointsman.testing.peak import peak_bytes
 from pointsman_lab.models import attention_blocks as ops
 from pointsman_lab.models.traced_attention import traced_attention
 from tests.lab.models.relative import draw, padding, reference
+from tools.bench.peak import peak_bytes
 
 
 def relative_attention(query, key, value, *others, **settings):

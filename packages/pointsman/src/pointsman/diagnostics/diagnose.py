@@ -128,7 +128,6 @@ def diagnose(
     history: Mapping[str, nn.Module] | None = None,
     top_k: Sequence[int] = (),
     reader: Callable[[], Reader] = plain_reader,
-    jacobian_batches: int = 1,
     seed: int = 0,
     advance: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
@@ -140,7 +139,6 @@ def diagnose(
         history: label -> an earlier checkpoint of the same run, oldest first.
         top_k: values of k whose routing is compared with that at the model's own k.
         reader: creates a reader for each model and k (a reader may hold a memory).
-        jacobian_batches: the number of batches for the Jacobian's terms, if the reader returns a loss.
         seed: of stochastic routers.
         advance: called with the number of batches read.
 
@@ -181,7 +179,7 @@ def diagnose(
         stack.enter_context(torch.no_grad())
         for given in batches:
             batch = given if isinstance(given, Batch) else Batch(given)
-            if count < jacobian_batches:
+            if not count:  # they take a backward, if the reader returns a loss
                 for name, of in layer_gradients(model, partial(for_jacobian, model, batch)).items():
                     jacobian[name].update(of.hidden, of.gradient, of.context, batch.mask)
             with diagnostics.observe(model, batch.ids, batch.mask) as records:

@@ -9,8 +9,8 @@ from torch.nn import Parameter
 from pointsman.experts import reference
 from pointsman.experts.cpu import function
 from pointsman.experts.cpu.products import Options
-from pointsman.kernels import experts as on_gpu
 from pointsman.kernels import grouped_mm
+from pointsman.kernels.choice import with_triton
 from pointsman.ops.feed_forward import ExpertParameters
 from pointsman.ops.kernels import plain_wanted
 from pointsman.ops.linear import autocast_dtype, transformed
@@ -48,8 +48,12 @@ def _apply(hidden: Tensor, routing: Routing, parameters: ExpertParameters, activ
     if token is None and expert.shape[0] != hidden.shape[0]:
         raise ValueError(f"the routing is of {len(expert)} tokens, the hidden states are of {len(hidden)}")
     path = _path(hidden, parameters, expert)
+    if path == "cuda" and token is None and with_triton(hidden):
+        from pointsman.kernels.triton import function as triton
+
+        return triton.apply(hidden, weight, expert, parameters, activation, dropout)
     if path == "cuda":
-        return on_gpu.apply(hidden, weight, token, expert, parameters, activation, dropout)
+        return grouped_mm.apply(hidden, weight, token, expert, parameters, activation, dropout)
     seed = torch.randint(2**62, (), device="cpu") if dropout else None
     if path == "plain":
         generator = None if seed is None else torch.Generator(hidden.device).manual_seed(int(seed))

@@ -145,10 +145,9 @@ class ExpertSums:
     """Sums of one layer over the text's tokens that chose each expert, in float64; f = its output, g = its weight.
 
     Attributes:
-        count [E], weight [E] (g), norm [E] (|f|), weighted [E] (g |f|), peak [E] (max |f_i|).
+        count [E], weighted [E] (g |f|), peak [E] (max |f_i|).
         output [E, dim] (f), square [E] (|f|^2).
         everywhere [E, dim]: f over all tokens, chosen or not, where that was asked for; tokens: their number.
-        logits [E, E]: sums of products of router probabilities over all tokens.
     """
 
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -209,10 +208,9 @@ def _hook(gate: Gate, found: Observed, everywhere: bool) -> Any:
             token, place = torch.nonzero((indices == expert) & real[:, None], as_tuple=True)
             out = compute(hidden[token], expert).double()
             norm = out.norm(dim=-1)
-            weight = weights[token, place]
             row = {
-                "count": norm.new_tensor(float(len(token))), "weight": weight.sum(), "norm": norm.sum(),
-                "weighted": (weight * norm).sum(), "square": norm.square().sum(), "output": out.sum(0),
+                "count": norm.new_tensor(float(len(token))), "weighted": (weights[token, place] * norm).sum(),
+                "square": norm.square().sum(), "output": out.sum(0),
                 "peak": out.abs().max() if len(token) else norm.new_zeros(()),
             }  # fmt: skip
             if everywhere:

@@ -1,5 +1,5 @@
 """Everything that runs on a GPU. No GPU has run it yet: Triton's interpreter has, and its compiler (`docs/gpu.md`).
 
-The rest of the library calls `experts.apply`; `choice` says whether our kernels or torch's own operators do the work.
-`triton/` holds the kernels; it is imported only where they run, because the package `triton` is optional.
+`experts/apply.py` calls `grouped_mm`, or, where `choice` says so, `triton/`: our kernels, imported only where they run,
+because the package `triton` is optional.
 """

@@ -18,6 +18,8 @@ from pointsman.traces.trace import RoutingTrace
 
 Placement = Sequence[Sequence[int]]
 """For each device its experts; an expert on several of them gives each the same share of its tokens."""
+COUNTED = 4096
+"""Tokens on which `cache` runs."""
 
 
 def contiguous(loads: Tensor, devices: int) -> Placement:
@@ -115,11 +117,11 @@ def _loads(chosen: Tensor, num_experts: int) -> Tensor:
     return torch.bincount(chosen[chosen >= 0].long(), minlength=num_experts)
 
 
-def cache(trace: RoutingTrace, size: int, *, most_tokens: int = 4096) -> dict[str, dict[str, float]]:
+def cache(trace: RoutingTrace, size: int) -> dict[str, dict[str, float]]:
     """layer -> policy -> share of the choices whose expert was in a cache of `size` experts, a token at a time.
 
     The policies are least recently used, the most frequent experts of the first half (fixed), and the optimum, which
-    knows the future (Belady). Counted over the second half of at most `most_tokens` tokens.
+    knows the future (Belady). Counted over the second half of the first `COUNTED` tokens.
 
     Raises:
         ValueError: size is no number from 1 to E - 1.
@@ -129,7 +131,7 @@ def cache(trace: RoutingTrace, size: int, *, most_tokens: int = 4096) -> dict[st
         raise ValueError(f"size={size}: allowed are 1 to {least - 1}, fewer than the experts of a layer")
     found: dict[str, dict[str, float]] = {}
     for layer, chosen in trace.experts.items():
-        rows = chosen[:most_tokens]
+        rows = chosen[:COUNTED]
         half = len(rows) // 2
         asked = [one for row in rows.tolist() for one in row if one >= 0]
         counted = sum(one >= 0 for row in rows[half:].tolist() for one in row)
