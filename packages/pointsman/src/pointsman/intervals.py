@@ -1,9 +1,9 @@
-"""Student's t, and intervals of ratios of sums over blocks of text."""
+"""Student's t, intervals of ratios of sums over blocks of text, and what is shown to stay within a margin."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -64,3 +64,9 @@ def ratio(tops: Sequence[float], bottoms: Sequence[float], comparisons: int = 1)
     error = math.sqrt(count / (count - 1) * squares) / total if count > 1 else None
     half = None if error is None else half_width(error, count, comparisons)
     return {"mean": mean, "error": error, "half": half, "blocks": count}
+
+
+def smallest_within(prunings: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Of an audit's prunings the smallest model within the margin, of equal ones that of least loss; None without."""
+    within = (one for one in prunings if one["within"])
+    return min(within, key=lambda row: (row["kept"], row["share"]), default=None)

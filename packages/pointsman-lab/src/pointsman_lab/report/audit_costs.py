@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pointsman.intervals import smallest_within
 from pointsman_lab._grid import NONE, Grid
 from pointsman_lab._values import finite
 from pointsman_lab.report.series import short_layer
@@ -50,8 +51,8 @@ def prunings(audit: Found) -> dict[str, Any]:
 def dropped(audit: Found) -> dict[str, Any]:
     """Which experts the smallest model within the margin leaves out, or the largest one that was tried."""
     tried = audit.get("prunings") or ()
-    kept = [one for one in tried if one["within"]]
-    one = min(kept, key=lambda row: (row["kept"], row["share"])) if kept else tried[0] if tried else {}
+    kept = smallest_within(tried)
+    one = kept or (tried[0] if tried else {})
     rows = []
     for layer, groups in (one.get("groups") or {}).items():
         merged = ", ".join(" + ".join(map(str, group)) for group in groups if len(group) > 1)

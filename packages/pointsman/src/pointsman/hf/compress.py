@@ -19,9 +19,10 @@ from pointsman.control import set_top_k
 from pointsman.diagnostics.observe import evaluating
 from pointsman.hf.audit.blocks import PARTS, mapped
 from pointsman.hf.audit.prunings import loads
-from pointsman.hf.audit.result import INTERVALS, beats_random, plus_minus
+from pointsman.hf.audit.result import beats_random
 from pointsman.hf.audit.run import finite
 from pointsman.hf.audit.serving import MACHINES, serving
+from pointsman.hf.audit.summary import INTERVALS, plus_minus
 from pointsman.hf.audit.trials import Rows, halves, mean_of, measured, paired
 from pointsman.hf.cutting import METHODS, Keep, cut, distil, drawn, fewest, groups_of, plan, why_uncut
 from pointsman.hf.gates import Gate, find_gates, survey

@@ -1,4 +1,4 @@
-"""The result of an audit: as a dict, as Markdown, and as a run directory that `pointsman report` reads."""
+"""The result of an audit: as a dict, its findings, and as a run directory that `pointsman report` reads."""
 
 from __future__ import annotations
 
@@ -11,29 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._files import write_whole
-from pointsman._grid import NONE, markdown_table, wrapped
 from pointsman.hf.audit.sample import Sample, explorer
+from pointsman.hf.audit.summary import markdown, short_names
+from pointsman.intervals import smallest_within
 
 FORMAT = 1
 HOT = 3.0
 """An expert is called hot if its load is more than HOT times the load under uniform routing."""
 TOLERANCE = 0.01
 """The cheapest k is the smallest k whose loss exceeds that at the model's own k by at most this share."""
-INTERVALS = (
-    "± is half of the 95 % interval: of a loss over rows of text, of a difference over paired quarters of rows, "
-    "corrected for their number. A difference within its interval is none."
-)
-COLUMNS = {
-    "entropy": "of the gate's distribution, nats",
-    "margin": "score of the last chosen expert minus that of the next",
-    "used": "experts in use, exp of the load's entropy",
-    "hot": "over three times an even share",
-    "apart": "spread of the gate's inputs within an expert's tokens over that between experts, larger is less "
-    "collapsed",
-    "token": "nats that the token says of its expert",
-    "bf16": "share of tokens with other experts where the gate computes in bf16",
-    "moved": "with another first expert than in the other checkpoint",
-}
 LARGEST = 700.0  # nats; exp of a larger loss overflows a float
 
 
@@ -156,9 +142,7 @@ class AuditResult:
 
     def _prunings(self) -> list[str]:
         tried = self.analyses.get("prunings") or ()
-        kept = [one for one in tried if one["within"]]
-        if kept:
-            one = min(kept, key=lambda row: (row["kept"], row["share"]))
+        if one := smallest_within(tried):
             how = "pruned" if one["method"] == "reap" else "merged"
             return [f"With {one['kept']} of {one['experts']} experts a layer ({how} by {one['method']}) the loss "
                     f"changes by {one['share']:+.2%} ± {one['share_half']:.2%} on held-out text"
@@ -222,52 +206,7 @@ class AuditResult:
 
     def markdown(self) -> str:
         """A summary: the loss at every k, then a line for each layer."""
-        read = ", ".join(f"{count:,} {kind}" for kind, count in self.tokens.items() if count)
-        lines = [f"# Audit of {self.model}", "", f"{self.parameters:,} parameters; tokens read: {read}.", ""]
-        lines += [*(f"- {sentence}" for sentence in self.findings()), ""]
-        rows = []
-        for row in self.quality:
-            own = " (own)" if row["top_k"] == self.top_k else ""
-            name = NONE if row["top_k"] is None else row["top_k"]
-            change = row["difference"] or {"mean": None, "half": None}
-            shown = [plus_minus(row["loss"], row["half"]), plus_minus(change["mean"], change["half"], sign=True)]
-            rows.append([f"{name}{own}", *shown, _shown(row["perplexity"], 2)])
-        header = ["k", "loss (nats)", "against own k", "perplexity"]
-        lines += [markdown_table(header, rows), "", INTERVALS, ""]
-        if told := self.analyses.get("answers"):
-            rows = [
-                [f"{one['top_k']}", f"{round(one['reached']['mean'] * one['prompts'])} of {one['prompts']}",
-                 plus_minus(one["tokens"]["mean"], one["tokens"]["half"], 1),
-                 NONE if one["times"] is None else plus_minus(one["times"]["mean"], one["times"]["half"], 2)]
-                for one in told
-            ]  # fmt: skip
-            lines += [markdown_table(["k", "answers", "tokens a prompt", "times own k"], rows), ""]
-            lines += ["Tokens until the answer, or until the text ends; ± is over prompts.", ""]
-        columns = "layer, entropy, margin, used, dead, hot, apart, token, bf16, moved"
-        rows, names = [], short_names(self.layers)
-        for name, layer in self.layers.items():
-            load = layer["load"]
-            cells = [
-                names[name],
-                _shown(layer["entropy"]["mean"]),
-                _shown(layer["margin"]["mean"]),
-                f"{_shown(load['effective'], 1)}/{layer['num_experts']}",
-                str(len(load["dead"])),
-                str(len(self.hot().get(name, []))),
-                _shown(layer.get("collapse", {}).get("value"), 1),
-                _shown(layer.get("specialisation", {}).get("corrected")),
-                _shown(layer.get("bfloat16", {}).get("sets"), 4),
-                _shown(layer.get("fluctuation", {}).get("top1"), 4),
-            ]
-            rows.append(cells)
-        header = columns.split(", ")
-        kept = [at for at in range(len(header)) if any(row[at] != NONE for row in rows)]
-        header, rows = [header[at] for at in kept], [[row[at] for at in kept] for row in rows]
-        told = "; ".join(f"{name}: {COLUMNS[name]}" for name in header if name in COLUMNS)
-        name = next(iter(names))
-        lines += [markdown_table(header, rows), "", f"Layer {names[name]} is {name}. {told[:1].upper()}{told[1:]}."]
-        lines += ["", *(f"- {note}" for note in self.notes)] if self.notes else []
-        return wrapped("\n".join(lines), 80) + "\n"
+        return markdown(self)
 
     def save(self, directory: str | Path, data: str = "texts", command: str | None = None) -> Path:
         """Writes audit.json, audit.md and the files of a run directory that `pointsman report` reads.
@@ -322,13 +261,6 @@ def beats_random(difference: Mapping[str, Any]) -> bool:
     return difference["half"] is not None and difference["mean"] + difference["half"] < 0
 
 
-def short_names(layers: Iterable[str]) -> dict[str, str]:
-    """Layer -> its number where its name has one and no other layer has the same; else its name."""
-    numbers = {name: [part for part in name.split(".") if part.isdigit()] for name in layers}
-    found = {name: of[0] if len(of) == 1 else name for name, of in numbers.items()}
-    return found if len(set(found.values())) == len(found) else {name: name for name in found}
-
-
 def _listed(values: Iterable[int]) -> str:
     """2, 1, 1, 2; long ones in part."""
     shown = [str(value) for value in values]
@@ -339,14 +271,3 @@ def _most(row: Mapping[str, Any]) -> float | None:
     """The upper end of a row's difference to the own k; None without an interval."""
     change = row["difference"] or {}
     return None if change.get("half") is None else float(change["mean"] + change["half"])
-
-
-def plus_minus(value: float | None, half: float | None, digits: int = 4, *, sign: bool = False) -> str:
-    """`1.2345 ± 0.0012`."""
-    if value is None:
-        return NONE
-    return f"{value:{'+' if sign else ''}.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
-
-
-def _shown(value: float | None, digits: int = 3) -> str:
-    return NONE if value is None else f"{value:.{digits}f}"
