@@ -20,7 +20,8 @@ from torch import Tensor
 
 from pointsman.diagnostics.observe import evaluating
 from pointsman.hf.audit.trials import halves, mean_of, measured
-from pointsman.hf.cutting import METHODS, cut, plan
+from pointsman.hf.choosing import METHODS, plan
+from pointsman.hf.cutting import cut
 from pointsman.hf.experts import SingleExpert
 from pointsman.hf.gates import find_gates
 from pointsman.hf.text import TextBatch, text_batches

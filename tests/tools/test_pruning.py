@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("transformers")
 from pointsman.hf.audit.trials import mean_of, measured
-from pointsman.hf.cutting import METHODS, cut
+from pointsman.hf.choosing import METHODS
+from pointsman.hf.cutting import cut
 from pointsman.hf.gates import find_gates
 from pointsman.hf.text import text_batches
 from tests.library.hf import zoo

@@ -13,8 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pointsman import hf
+from pointsman.hf.choosing import METHODS, plan
 from pointsman.hf.compress import _cuttable
-from pointsman.hf.cutting import METHODS, cut, distil, plan
+from pointsman.hf.cutting import cut, distil
 from pointsman.hf.gates import find_gates
 from pointsman.hf.text import text_batches
 from tests.library.hf import zoo
@@ -142,7 +143,7 @@ def test_the_search_is_not_worse_than_its_start_and_distillation_helps(monkeypat
     with torch.no_grad():
         for gate in find_gates(model):
             gate.experts.down_proj.mul_(300)
-    monkeypatch.setattr("pointsman.hf.cutting.SWAPS", 12)
+    monkeypatch.setattr("pointsman.hf.choosing.SWAPS", 12)
     gates, text = find_gates(model), batches(6)
     start, found = (cut(model, gates, plan(model, gates, text, 4, method)[0]) for method in ("reap", "search"))
     assert mean_of(measured(found, text)) <= mean_of(measured(start, text))
@@ -218,7 +219,7 @@ def test_transformers_alone_loads_layers_of_several_sizes(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("method", [*METHODS])
 def test_uneven_layers_under_one_budget(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pointsman.hf.cutting.SWAPS", 4)
+    monkeypatch.setattr("pointsman.hf.choosing.SWAPS", 4)
     model = spread(zoo.tiny_model("mixtral"))
     gates = find_gates(model)
     with (

@@ -63,7 +63,7 @@ def run(words: Sequence[str]) -> int:
     device = choose_device(values.device)
     texts = {name: read_texts(data) for name, data in domains_of(values.data).items()}
     from pointsman.hf import compress
-    from pointsman.hf.cutting import METHODS
+    from pointsman.hf.choosing import METHODS
     from pointsman.hf.loading import load_model, load_tokenizer
 
     if values.method not in METHODS:

@@ -24,7 +24,8 @@ from pointsman.hf.audit.run import finite
 from pointsman.hf.audit.serving import MACHINES, serving
 from pointsman.hf.audit.summary import INTERVALS, plus_minus
 from pointsman.hf.audit.trials import Rows, halves, mean_of, measured, paired
-from pointsman.hf.cutting import METHODS, Keep, cut, distil, drawn, fewest, groups_of, plan, why_uncut
+from pointsman.hf.choosing import METHODS, drawn, plan
+from pointsman.hf.cutting import Keep, cut, distil, fewest, groups_of, why_uncut
 from pointsman.hf.gates import Gate, find_gates, survey
 from pointsman.hf.text import Conversation, TextBatch, text_batches
 from pointsman.hf.top_k import gate_top_k

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from pointsman.diagnostics import Diagnostics
 from pointsman.hf.audit.serving import serving
 from pointsman.hf.audit.trials import Rows, mean_of, measured, paired, verdict
-from pointsman.hf.cutting import cut, drawn, fewest, groups_of, plan, why_uncut
+from pointsman.hf.choosing import drawn, plan
+from pointsman.hf.cutting import cut, fewest, groups_of, why_uncut
 from pointsman.hf.gates import find_gates, survey
 from pointsman.hf.listen import GateListener
 from pointsman.hf.text import TEXT, TextBatch
