@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pointsman.kernels.triton import flash_ops, fused, language, products
+from pointsman.kernels.triton import fused, language, products
 from pointsman.kernels.triton.products import Sorted, combine, sort
 from pointsman.ops.feed_forward import ACTIVATIONS
 
@@ -218,7 +218,7 @@ def test_tiles_share_the_cache(rows: int, columns: int, inner: int, experts: int
     assert columns < 3 * group or found < 0.5 * row_by_row, "where the weights of an expert do not fit"
 
 
-def test_many_sequences_are_one_dimension_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tokens_are_one_dimension_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device takes 65,535 programs in all dimensions but the first."""
     grids: list[tuple[int, ...]] = []
 
@@ -226,17 +226,10 @@ def test_many_sequences_are_one_dimension_of_programs(monkeypatch: pytest.Monkey
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *_, **__: grids.append(grid)
 
-    for name in ("forward_kernel", "keys_kernel", "queries_kernel"):
-        monkeypatch.setattr(flash_ops, name, Noted())
-    for name in ("count_kernel", "place_kernel", "combine_kernel"):
-        monkeypatch.setattr(products, name, Noted())
     for module in (products, fused):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Noted())
-    count = 70_000
-    q, k, v = (torch.empty(count, 1, 1) for _ in range(3))
-    _, most, total = flash_ops.forward(q, k, v, None, None, None, None, True, 0.0, 0)
-    flash_ops.backward(q, k, v, None, None, None, None, True, 0.0, 0, v, most, most, total)
+    count = 1 << 21
     where = plain_sort(torch.zeros(count, 1, dtype=torch.int64), 1)
     sort(torch.zeros(count, 1, dtype=torch.int64), 1)
     rows = torch.empty(count, 1)
@@ -246,8 +239,8 @@ def test_many_sequences_are_one_dimension_of_programs(monkeypatch: pytest.Monkey
     setting = fused.Setting("relu", 0.0, torch.zeros(1, dtype=torch.int64), None, None)
     u, _, _ = fused.up(rows, torch.empty(1, 16, 1), None, where, 1, setting)
     fused.inner(rows, torch.empty(1, 1, 16), u, None, rows, where, setting)
-    assert len(grids) == 10
-    assert max(grid[0] for grid in grids) >= count
+    assert len(grids) == 7
+    assert max(grid[0] for grid in grids) > 65_535
     assert all(size <= 65_535 for grid in grids for size in grid[1:])
 
 
@@ -257,9 +250,3 @@ def test_nothing_to_do() -> None:
     assert none.ends.tolist() == [0, 0, 0]
     assert combine(torch.zeros(0, 5), none, 2).shape == (0, 5)
     assert not products.outer(torch.zeros(0, 4), torch.zeros(0, 5), none)[0].any()
-    for shape in ((0, 3, 4), (2, 0, 4)):
-        q, k, v = torch.zeros(shape), torch.zeros(shape[0], 3, 4), torch.zeros(shape[0], 3, 5)
-        out, most, total = flash_ops.forward(q, k, v, None, None, None, None, False, 0.0, 0)
-        assert out.shape == (*shape[:2], 5)
-        found = flash_ops.backward(q, k, v, None, None, None, None, False, 0.0, 0, out, most, most, total)
-        assert not any(tensor.any() for tensor in found)
