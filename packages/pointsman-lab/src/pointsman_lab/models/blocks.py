@@ -152,6 +152,7 @@ class FeedForwardLayer(nn.Module):
     """
 
     ranks: Ranks = ALONE
+    entered_by: tuple[str, ...] = ("mix",)  # besides forward, of which it has none: for `parallelize`
 
     def __init__(
         self,
@@ -207,6 +208,8 @@ class FeedForwardLayer(nn.Module):
 
 class TransformerLayer(FeedForwardLayer):
     """Attention, then the feed-forward sublayer. Its memory is keys and values."""
+
+    entered_by: tuple[str, ...] = ()
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ def parallelize(
 
     Args:
         model: any model with `MoE` layers. Groups of parameters are the experts of each layer, each block (the items of
-            a ModuleList that hold an MoE layer), and the rest.
+            a ModuleList that hold an MoE layer), and the rest. Their `entered_by` names entries besides `forward`.
         layout: how the ranks divide it.
         ranks: who shares the batch.
         device: "cpu" or "cuda", where the parts are to lie: a model on the CPU moves there group by group. None: where
@@ -94,14 +94,9 @@ def parallelize(
         fully_shard(together, mesh=dense)
     _take([model], taken)
     fully_shard(model, mesh=dense)
-    for block in blocks:  # what the lab's models enter besides forward: an extra sparse layer, a translator's parts
-        if "forward" not in type(block).__dict__ and hasattr(block, "mix"):
-            register_fsdp_forward_method(block, "mix")
-        if hasattr(block, "source_keys"):
-            register_fsdp_forward_method(block, "source_keys")
-    if hasattr(model, "decode"):
-        register_fsdp_forward_method(model, "encode")
-        register_fsdp_forward_method(model, "decode")
+    for part in (*blocks, model):
+        for method in getattr(part, "entered_by", ()):
+            register_fsdp_forward_method(part, method)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -203,7 +198,8 @@ def parameter_groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]
 
 def whole_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The state dict with whole tensors, as one process has it; every rank must call it."""
-    return {name: _whole(tensor) for name, tensor in model.state_dict().items()}
+    every = model.state_dict().items()
+    return {name: one.full_tensor() if hasattr(one, "full_tensor") else one for name, one in every}
 
 
 def _by_mesh(parameters: Iterable[nn.Parameter]) -> dict[Any, list[nn.Parameter]]:
@@ -211,11 +207,6 @@ def _by_mesh(parameters: Iterable[nn.Parameter]) -> dict[Any, list[nn.Parameter]
     for parameter in parameters:
         groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     return groups
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    full = getattr(tensor, "full_tensor", None)
-    return tensor if full is None else full()
 
 
 @cache

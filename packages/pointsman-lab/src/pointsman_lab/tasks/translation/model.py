@@ -91,6 +91,8 @@ class TargetContext(LayerContext):
 class TargetLayer(TransformerLayer):
     """Self-attention over earlier target tokens, attention over the source, feed-forward. It remembers keys, values."""
 
+    entered_by = ("source_keys",)
+
     def __init__(
         self, dim: int, index: int, attention: Attention, cross: Attention, inner: Sublayer, **sublayers: Any
     ) -> None:
@@ -181,6 +183,8 @@ class TargetStack(Stack[TranslationConfig]):
 
 class Translator(nn.Module):
     """Source tokens and earlier target tokens -> logits of the next target tokens."""
+
+    entered_by = ("encode", "decode")
 
     def __init__(self, config: TranslationConfig) -> None:
         super().__init__()
