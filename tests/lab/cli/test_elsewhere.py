@@ -10,7 +10,7 @@ import pytest
 from pointsman import build_router, list_routers
 from pointsman.routers.frame import elsewhere, registry
 from pointsman_lab.cli.main import main
-from pointsman_lab.training import imports
+from pointsman_lab.runs import imports
 from tests.campaigns.observer import observed
 from tests.lab.report.fixtures import write_run
 
