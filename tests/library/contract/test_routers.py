@@ -8,7 +8,7 @@ from pointsman import RoutingContext, list_routers, materialize
 from pointsman.routers.frame import registry
 from pointsman.routers.frame.registry import list_mixers
 from pointsman.routers.frame.stages import Mixer
-from pointsman.testing import CHECKS, Case
+from pointsman.testing import CHECKS, Case, flags
 from pointsman.testing import routing as checks
 from pointsman.testing.contract import Check
 from pointsman.testing.layer import compiles_in_training, trains_the_same_parameters
@@ -187,16 +187,16 @@ class Cheat(Mixer):
 @pytest.mark.parametrize(
     ("kind", "check"),
     [
-        ("looks ahead", checks.causal_flag),
-        ("forgets", checks.segments),
-        ("sees other sequences", checks.batch_invariant_flag),
-        ("draws", checks.stochastic_flag),
+        ("looks ahead", flags.causal_flag),
+        ("forgets", flags.segments),
+        ("sees other sequences", flags.batch_invariant_flag),
+        ("draws", flags.stochastic_flag),
     ],
 )
 def test_a_mixer_with_a_false_flag_fails(
     kind: str, check: Check, in_training: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if in_training and check is checks.segments:
+    if in_training and check is flags.segments:
         pytest.skip("models carry state over in evaluation")
     monkeypatch.setitem(
         registry.MIXERS, "cheat", registry.Entry("cheat", lambda site: Cheat(kind, in_training), "", "")

@@ -112,6 +112,11 @@ def route(router: Router, hidden: Tensor, seed: int = 3, **fields: object) -> Ro
     return routing
 
 
+def drops(router: Router) -> bool:
+    """Whether a token may have fewer than k experts: by a limit of capacity, or since k is a cap."""
+    return router.capacity is not None or router.ragged
+
+
 def expect(condition: bool, message: str) -> None:
     """AssertionError with the message, also under `python -O`."""
     if not condition:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from pointsman.routers.frame.registry import BASELINES, parse_spec
-from pointsman.testing import layer, routing, steps
+from pointsman.testing import flags, layer, routing, steps
 from pointsman.testing.case import Case
 
 Check = Callable[[Case], None]
@@ -22,10 +22,10 @@ CHECKS: tuple[Check, ...] = (
     routing.precision,
     routing.half_precision_input,
     routing.autocast,
-    routing.causal_flag,
-    routing.segments,
-    routing.batch_invariant_flag,
-    routing.stochastic_flag,
+    flags.causal_flag,
+    flags.segments,
+    flags.batch_invariant_flag,
+    flags.stochastic_flag,
     routing.padding,
     routing.state_dict,
     layer.gradients,
