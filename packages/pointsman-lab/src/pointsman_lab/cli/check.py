@@ -44,6 +44,7 @@ def parser() -> Parser:
     )  # fmt: skip
     flags.add_argument("--lines", metavar="A,B", help="only these lines")
     flags.common("a folder for the verdicts, as check.json and check.md", settings="")
+    flags.only_cpu = "checks run on a CPU"
     return flags
 
 
@@ -53,8 +54,6 @@ def run(words: Sequence[str]) -> int:
     from pointsman.testing.trainers.check import BALANCES
     from pointsman_lab.checks import TRAINERS, find_trainer, installed
 
-    if values.device not in (None, "cpu"):
-        raise RunError(f"--device {values.device}: checks run on a CPU")
     asked = (values.balance or ("own,pointsman" if values.trainer == "all" else "own")).split(",")
     for one in asked:
         if one not in BALANCES:

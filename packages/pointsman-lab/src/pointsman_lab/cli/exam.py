@@ -38,6 +38,7 @@ def parser() -> Parser:
     flags.add_argument("--jobs", type=whole(1), metavar="N", help="processes, one thread each (default: the cores)")
     flags.add_argument("--again", action="store_true", help="train also what the record knows")
     flags.common("the exam's directory (default: runs/exam, or runs/exam-quick)", "")
+    flags.only_cpu = "the exam runs on the CPU"
     return flags
 
 
@@ -46,8 +47,6 @@ def run(arguments: Sequence[str]) -> int:
     values = flags.read(arguments)
     if values.quick:
         flags.without_effect(values, ["--tasks", "--seeds"], "with --quick, which has its own")
-    if values.device not in (None, "cpu"):
-        raise RunError(f"pointsman exam: --device {values.device}: the exam runs on the CPU")
     from pointsman_lab.exam.card import Card, write_card
     from pointsman_lab.exam.exam import collect, examine
     from pointsman_lab.processes import available_cores

@@ -23,6 +23,8 @@ WIDTH = 78
 class Parser(argparse.ArgumentParser):
     """argparse with one-line errors that name the most similar flag; flags may also come from a --config file."""
 
+    only_cpu = ""  # why no other device is taken
+
     def __init__(self, command: str, description: str, epilog: str = "") -> None:
         super().__init__(
             prog=f"pointsman {command}",
@@ -83,6 +85,8 @@ class Parser(argparse.ArgumentParser):
         if getattr(values, "out", None) is not None and self.out_is_folder and values.out.is_file():
             raise RunError(f"{self.prog}: --out {values.out}: this is a file; allowed is a folder, new or not")
         if values.device is not None and getattr(values, "cluster", None) is None:  # of other machines
+            if self.only_cpu and values.device != "cpu":
+                raise RunError(f"{self.prog}: --device {values.device}: {self.only_cpu}")
             choose_device(values.device)
         return values
 
