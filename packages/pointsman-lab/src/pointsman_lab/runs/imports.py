@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pointsman._errors import RunError
-from pointsman.routers.frame.elsewhere import import_routers
-from pointsman.routers.frame.registry import split_specs
 from pointsman_lab._files import read_ordinary, read_text, user_cache_folder, write_whole
 
 
 def import_named(name: str) -> str:
     """What `import_routers` does, of a module or file that the user has named: it may be imported again later."""
+    from pointsman.routers.frame.elsewhere import import_routers
+
     found = import_routers(name)
     with contextlib.suppress(OSError, ValueError):  # without it the flag is needed each time
         remember(name)
@@ -32,6 +32,8 @@ def import_recorded(router: str, names: Sequence[str]) -> None:
     Raises:
         ValueError: the router is unknown, and the run's module was never named here, or its file is gone or changed.
     """
+    from pointsman.routers.frame.registry import split_specs
+
     try:
         split_specs(router)
         return
@@ -52,6 +54,8 @@ def import_recorded(router: str, names: Sequence[str]) -> None:
 
 def import_remembered(names: Sequence[str]) -> list[str]:
     """Imports the modules and files that this user has named before; returns the others."""
+    from pointsman.routers.frame.elsewhere import import_routers
+
     refused = [name for name in names if not is_remembered(name)]
     for name in names:
         if name not in refused:
