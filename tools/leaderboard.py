@@ -68,7 +68,7 @@ def opened(file: Path, rules: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def follow_exam(entry: Mapping[str, Any], rules: Mapping[str, Any], where: str) -> None:
-    """RunError where an entry of the exam breaks a rule, or contradicts itself."""
+    """RunError where an entry of the exam breaks a rule, contradicts itself, or has a run that diverged."""
     if entry["version"] != VERSION or set(entry["cells"]) != set(rules["tasks"]):
         raise RunError(
             f"{where}: the track has version {VERSION} of the exam and the tasks {', '.join(rules['tasks'])}"
@@ -77,6 +77,9 @@ def follow_exam(entry: Mapping[str, Any], rules: Mapping[str, Any], where: str) 
     for task, cell in entry["cells"].items():
         if set(cell["runs"]) != wanted:
             raise RunError(f"{where}, {task}: seeds {', '.join(cell['runs'])}; the track has 0 to {rules['seeds'] - 1}")
+        for seed, one in cell["runs"].items():
+            if one["value"] is None:
+                raise RunError(f"{where}, {task}, seed {seed}: it diverged; a row with such a run has no score")
     consistent(entry, where)
 
 
@@ -103,7 +106,7 @@ def compared_exam(entry: Mapping[str, Any], ours: Mapping[str, Any], tolerance: 
 
 
 def mean_score(task: str, router: str, runs: Mapping[str, Any]) -> float:
-    """The score of a router, mean over these runs, with the record's oracle and plain; 0 where one diverged."""
+    """Mean score of these runs, by the record's oracle and plain; 0 where a training again diverged."""
     cells = {**{(task, row): KNOWN[task, row] for row in ("oracle", "plain")}, (task, router): {"runs": runs}}
     return fmean(scores(cells, task, router).values() or [0.0])
 

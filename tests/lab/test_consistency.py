@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pointsman_lab.diagnosis import consistency_over_training, gathered_loads
+from pointsman_lab.finetuning.consistency import consistency_over_training, gathered_loads
 
 
 def row(step, load, batches, tokens=10, layer="a"):

@@ -160,6 +160,7 @@ def test_an_entry_of_the_exam_is_trained_again(examined: Path) -> None:
         (lambda entry: cell_of(entry)["chosen"].update(rate=1e-3), True, "what was tried chooses smoe at"),
         (lambda entry: cell_of(entry)["tried"].pop(0), True, "a choice was not tried"),
         (lambda entry: cell_of(entry)["runs"].pop("7"), True, "the track has 0 to 7"),
+        (lambda entry: cell_of(entry)["runs"]["7"].update(value=None), True, "seed 7: it diverged"),
         (lambda entry: entry["cells"].update(zipf=cell_of(entry)), True, "the tasks clusters"),
         (lambda entry: cell_of(entry)["runs"]["0"]["curve"][0].__setitem__(1, 0.001), True, "its curve begins with"),
         (lambda entry: entry.update(name="other"), False, "its SHA-256 differs"),

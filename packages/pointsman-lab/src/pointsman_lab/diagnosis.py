@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +13,11 @@ from torch import nn
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman.control import named_routers
-from pointsman.diagnostics.diagnose import diagnose, inter_run_consistency, plain_reader
+from pointsman.diagnostics.diagnose import diagnose, plain_reader
 from pointsman.ops.kernels import using
 from pointsman_lab._files import within
+from pointsman_lab.finetuning.consistency import consistency_over_training, finetunings_of
 from pointsman_lab.progress import Progress
-from pointsman_lab.runs.paths import finetuned_runs
-from pointsman_lab.runs.record import read_run
 
 if TYPE_CHECKING:
     from pointsman_lab.training.run import Run
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 FILE = "diagnostics.json"
 MOST_HISTORY = 4
-WINDOW = 100
 READING = ("eval_batch_size", "eval_segment_length", "eval_memory_length")
 
 
@@ -261,71 +259,4 @@ def _of_hugging_face(name: str, settings: Settings, watch: Progress | None) -> d
     read = sum(batch.numel() for batch in batches)
     found["protocol"] = {"data": corpus.description, "split": split, "tokens": read}
     found["tokens_text"] = _texts(found, lambda one: str(tokenizer.decode(one)))
-    return found
-
-
-def window_of(steps: int) -> int:
-    """Batches of a window: 100 as in the paper; of runs below 400 steps a quarter of them."""
-    return max(1, min(WINDOW, steps // 4))
-
-
-def gathered_loads(
-    rows: Iterable[Mapping[str, Any]], window: int = WINDOW
-) -> dict[str, list[tuple[int, torch.Tensor]]]:
-    """Loads over training from a run's rows of metrics.jsonl: layer -> [(last step, tokens of each expert [E])].
-
-    Rows are summed over windows of at least `window` batches; an incomplete last window is dropped.
-    """
-    done: dict[str, list[tuple[int, torch.Tensor]]] = {}
-    open_: dict[str, tuple[int, torch.Tensor]] = {}
-    for row in rows:
-        if row.get("kind") != "routing" or any(share is None for share in row["load"]):
-            continue
-        layer = row["layer"]
-        load = torch.tensor(row["load"], dtype=torch.float64) * row.get("tokens", 1)
-        batches, before = open_.pop(layer, (0, torch.zeros_like(load)))
-        batches += row.get("batches", 1)
-        if batches >= window:
-            done.setdefault(layer, []).append((row["step"], before + load))
-        else:
-            open_[layer] = (batches, before + load)
-    return done
-
-
-def consistency_over_training(
-    runs: Sequence[Iterable[Mapping[str, Any]]], window: int = WINDOW
-) -> dict[str, list[dict[str, Any]]]:
-    """IC at every window of training: layer -> [{"step", "runs", "with_diagonal", "without_diagonal"}].
-
-    Args:
-        runs: the rows of metrics.jsonl of each run. Only steps and layers that occur in all runs are compared.
-    """
-    each = [{layer: dict(loads) for layer, loads in gathered_loads(rows, window).items()} for rows in runs]
-    found: dict[str, list[dict[str, Any]]] = {}
-    for layer in each[0] if each else ():
-        for step in sorted(set.intersection(*(set(run.get(layer, ())) for run in each))):
-            ic = inter_run_consistency([run[layer][step] for run in each])
-            del ic["matrix"]
-            found.setdefault(layer, []).append({"step": step, **ic})
-    return found
-
-
-def finetunings_of(run: Path) -> dict[str, Any]:
-    """Inter-run consistency of the fine-tunings of one run (X-MoE, 4.5), by variant, where there are two or more.
-
-    Returns:
-        {variant: {"runs", "window": batches whose loads are summed, "layers": {layer: [{"step", "runs",
-        "with_diagonal", "without_diagonal"}]}}}; variants whose runs have no window are left out.
-    """
-    by_variant: dict[str, list[Path]] = {}
-    for path in finetuned_runs(run):
-        by_variant.setdefault(path.parent.name, []).append(path)
-    found = {}
-    for variant, paths in by_variant.items():
-        done = [one for path in paths if (one := read_run(path)).done]
-        if len(done) > 1 and not variant.endswith(",from-scratch"):
-            window = window_of(min(one.steps or 0 for one in done))
-            layers = consistency_over_training([one.metrics("routing") for one in done], window)
-            if layers:
-                found[variant] = {"runs": len(done), "window": window, "layers": layers}
     return found
