@@ -1,4 +1,4 @@
-"""Implementations in turn on the same new inputs, in every round in another order: rates, and ratios to a peer.
+"""Implementations in turn on the same new inputs, in every round in another order: rates, ratios to a peer, and memory.
 
 A rate is the median over rounds, a ratio the median of the ratios round by round. On one thread (OMP_NUM_THREADS=1)
 the clock is this process's processor time, so that other programs on the machine matter little.
@@ -11,16 +11,33 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from pointsman import __version__
 from pointsman_lab._files import write_whole
 from pointsman_lab._grid import Grid, wrapped
 from pointsman_lab.runs.environment import commit, processor
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Bytes above what was held before `run`; of a GPU where there is one."""
+    if torch.cuda.is_available():
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        return int(torch.cuda.max_memory_allocated() - before)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run()
+    events = recorded.profiler.kineto_results.events()
+    changes = sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns())
+    return max(accumulate((int(change.nbytes()) for change in changes), initial=0))
+
 
 Call = Callable[[], object]
 

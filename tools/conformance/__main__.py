@@ -10,10 +10,9 @@ from pathlib import Path
 
 import torch
 
-from tools.conformance.originals import NotFetchedError, in_float64
+from tools.conformance.originals import DIM, EXPERTS, TOKENS, Case, K, NotFetchedError, Row, in_float64
 from tools.conformance.released import RELEASED
 from tools.conformance.rows import NONE, ROWS
-from tools.conformance.sides import DIM, EXPERTS, TOKENS, Case, K, Row
 
 HEAD = """# Conformance with the originals
 

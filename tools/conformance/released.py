@@ -12,8 +12,22 @@ from torch import Tensor, nn
 
 from pointsman import RoutingContext
 from pointsman.routing import Routing
-from tools.conformance.originals import TORCH, File, of_transformers
-from tools.conformance.sides import DIM, EXPERTS, TOKENS, Case, K, Row, beside, both, hidden_states, ours, scattered
+from tools.conformance.originals import (
+    DIM,
+    EXPERTS,
+    TOKENS,
+    TORCH,
+    Case,
+    File,
+    K,
+    Row,
+    beside,
+    both,
+    hidden_states,
+    of_transformers,
+    ours,
+    scattered,
+)
 
 HYPERROUTER = File("giangdip2410/HyperRouter", "13a7d3c4524cf712a0534edcd18a77f6b45a120b", "custom_gate.py")
 TORCHSCALE = File(

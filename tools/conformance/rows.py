@@ -13,19 +13,21 @@ from torch import Tensor
 
 from pointsman import MoE
 from pointsman.routing import Routing
-from tools.conformance.originals import File, function_of_transformers, of_transformers
-from tools.conformance.sides import (
+from tools.conformance.originals import (
     DIM,
     EXPERTS,
     TOKENS,
     VOCABULARY,
     Case,
+    File,
     K,
     Row,
     beside,
     both,
+    function_of_transformers,
     hidden_states,
     ids,
+    of_transformers,
     ours,
     routed,
     scattered,

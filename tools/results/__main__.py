@@ -6,22 +6,114 @@ python -m tools.results [RECORDS PAGES]        # default: records docs/results; 
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pointsman._errors import RunError
 from pointsman_lab._files import write_whole
-from pointsman_lab._grid import wrapped
+from pointsman_lab._grid import Grid, wrapped
+from pointsman_lab.registry import entries
 from pointsman_lab.report import series
+from pointsman_lab.report.cell import LEAST_SEEDS, Cell
 from pointsman_lab.report.figures import save_lines
-from pointsman_lab.report.forms import joined
+from pointsman_lab.report.forms import Forms, joined
+from pointsman_lab.report.language_table import LanguageTable
 from pointsman_lab.report.paper import paper_tables
+from pointsman_lab.report.results import tables_of
 from pointsman_lab.report.tables import ComparisonTable
-from pointsman_lab.runs.comparison import read_comparison
-from tools.results.claims import Page
+from pointsman_lab.report.task_table import TaskTable, finetunings, variants
+from pointsman_lab.runs.comparison import Comparison, read_comparison
+from pointsman_lab.tasks.attacks.table import attack_tables
+from pointsman_lab.tasks.images.robust_table import robust_tables
+from tools.results.claims import Page, Tested
 from tools.results.claims_file import CLAIMS, read_toml
-from tools.results.pages import MADE, Pages
+from tools.results.measures import DIAGNOSED, UNITS, Measure
 from tools.results.trends import Trends
+
+MADE = "Made by `make results` from the records in `records/`; nothing here is typed by hand."
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The pages of a folder of records."""
+
+    records: Path
+    claims: Page
+
+    def write(self, folder: Path) -> None:
+        """Writes a page for every grid that claims.toml names and that is there, and index.md."""
+        values = read_toml(self.records / CLAIMS)
+        lines = []
+        for name, grid in values["grids"].items():
+            if not (self.records / name).is_dir():
+                continue
+            comparison = read_comparison(self.records / name)
+            seeds = [len(comparison.of(router)) for router in comparison.routers]
+            if min(seeds) < self.claims.seeds_of(grid.get("family", "")):  # nobody looks before all of them are there
+                continue
+            rows = [f"[{name}]({name}.md)", grid.get("about", ""), str(len(comparison.routers)), str(max(seeds))]
+            lines.append(rows)
+            print(write_whole(folder / f"{name}.md", self.grid(name, grid.get("about", ""), comparison)))
+        grids = Grid(("grid", "what", "rows", "seeds"), lines, code=False, labels=2)
+        print(write_whole(folder / "index.md", wrapped(self.index(values, grids))))
+
+    def grid(self, name: str, about: str, comparison: Comparison) -> str:
+        """Command, quality with paired differences, loads, diagnoses, and what else was evaluated."""
+        table = ComparisonTable.of(comparison)
+        forms: list[Forms] = [table]
+        runs = [run for router in comparison.routers for run in comparison.of(router)]
+        forms += [one for one in [LanguageTable.of(runs, "languages")] if one]
+        for task in variants(comparison):
+            forms += tables_of(TaskTable.of(comparison, task), finetunings(comparison, task))
+        forms += [one for entry in entries() for one in entry.tables(comparison)]
+        forms += [*attack_tables(comparison), *robust_tables(comparison)]
+        loads = {f"k={k}": Measure("imbalance", k) for k in table.top_k}
+        found = {f"{name} ({UNITS[name]})": Measure(name) for name in DIAGNOSED}
+        parts = [f"# {name}", about, MADE, "\n".join(["```sh", *self.claims.shown_commands(name), "```"])]
+        for form in forms:
+            parts += [f"## {form.file}", form.markdown()]
+        if shown := measured(comparison, loads):
+            parts += ["## loads", "Squared coefficient of variation of the experts' loads, mean over layers.", shown]
+        if shown := measured(comparison, found):
+            parts += ["## diagnoses", "Means over layers (`pointsman diagnose`).", shown]
+        return joined(*(part.strip() if part.startswith("```") else wrapped(part).strip() for part in parts))
+
+    def index(self, values: Mapping[str, Any], grids: Grid) -> str:
+        """The page that answers each question of claims.toml by the verdicts of its claims."""
+        parts = ["# Results", values["intro"], MADE, "## Verdicts", self.claims.counts().markdown()]
+        for question in values["questions"]:
+            of = [one for one in self.claims.tested if one.claim.question == question["name"]]
+            answers = Grid(
+                ("claim", "grid", "difference", "control", "verdict"),
+                [_answer(one, self.records / one.claim.grid) for one in of],
+                code=False,
+                labels=5,
+            )
+            parts += [f"## {question['title']}", question.get("note", ""), answers.markdown(),
+                      f"![{question['alt']}](pictures/{question['picture']}.svg)"]  # fmt: skip
+        parts += ["## The grids", "A grid is one paired comparison; its page has every table.", grids.markdown()]
+        return joined(*(part.strip() for part in parts))
+
+
+def _answer(one: Tested, grid: Path) -> Sequence[str]:
+    shown = one.judged is not None or (grid.is_dir() and one.seeds <= LEAST_SEEDS)
+    where = f"[{one.claim.grid}]({one.claim.grid}.md)" if shown else one.claim.grid
+    return one.claim.claim, where, one.figure, one.against_control, f"**{one.verdict}**"
+
+
+def measured(comparison: Comparison, columns: Mapping[str, Measure]) -> str:
+    """A Markdown table, mean ± sample standard deviation; rows and columns without figures are left out, "": all."""
+    cells = {
+        (router, title): cell for router in comparison.routers for title, measure in columns.items()
+        if (cell := Cell(measure.of(comparison, router))).values
+    }  # fmt: skip
+    titles = [title for title in columns if any(of == title for _, of in cells)]
+    routers = [router for router in comparison.routers if any(of == router for of, _ in cells)]
+    rows = [[router, *(cells.get((router, title), Cell({})).text(3) for title in titles)] for router in routers]
+    return Grid(("row", *titles), rows, labels=1).markdown() if rows else ""
+
 
 MAIN, ROWS = "enwik8-tiny-decoder", ("smoe", "smoe-dropout", "hyperrouter", "xmoe", "dense")
 ROOT = Path(__file__).parents[2]

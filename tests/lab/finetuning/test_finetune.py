@@ -19,8 +19,8 @@ from pointsman_lab.runs.checkpoints import last_checkpoint
 from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.runs.record import read_run
 from pointsman_lab.training.checkpoint import checkpoint_tensors
-from pointsman_lab.training.failures import Interrupted
 from pointsman_lab.training.run import load_run
+from pointsman_lab.training.state import Interrupted
 
 FAST = {"learning_rate": 5e-3, "batch_size": 8, "log_every": 1}
 

@@ -31,7 +31,7 @@ from pointsman_lab.runs.checkpoints import (
 from pointsman_lab.tasks.language_modelling.task import LanguageModelling
 from pointsman_lab.training.checkpoint import checkpoint_tensors, write_checkpoint
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.failures import Interrupted
+from pointsman_lab.training.state import Interrupted
 from pointsman_lab.training.trainer import train
 
 Settings = Callable[..., RunConfig]

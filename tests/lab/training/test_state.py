@@ -14,10 +14,9 @@ from pointsman import add_losses
 from pointsman_lab.data.corpus import Corpus
 from pointsman_lab.tasks.language_modelling.task import LanguageModelling
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.failures import Diverged
 from pointsman_lab.training.objectives import Outcome, consistency
 from pointsman_lab.training.optimizer import optimizer_tensors, restore_optimizer
-from pointsman_lab.training.state import TrainingState
+from pointsman_lab.training.state import Diverged, TrainingState
 
 Settings = Callable[..., RunConfig]
 CPU = torch.device("cpu")

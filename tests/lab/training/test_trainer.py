@@ -30,8 +30,8 @@ from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.tasks.language_modelling.task import LanguageModelling, token_counts
 from pointsman_lab.training.checkpoint import checkpoint_tensors
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.failures import Diverged, Interrupted
 from pointsman_lab.training.run import load_run
+from pointsman_lab.training.state import Diverged, Interrupted
 from pointsman_lab.training.trainer import TrainResult, train
 
 Settings = Callable[..., RunConfig]

@@ -25,9 +25,9 @@ from pointsman_lab.tasks.language_modelling.task import corpus_of
 from pointsman_lab.training.checkpoint import checkpoint_tensors
 from pointsman_lab.training.compare import Plan, compare
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.failures import Interrupted
 from pointsman_lab.training.objectives import consistency, logits_alone, smoothed
 from pointsman_lab.training.run import load_run
+from pointsman_lab.training.state import Interrupted
 from pointsman_lab.training.trainer import train
 
 Image = pytest.importorskip("PIL.Image")

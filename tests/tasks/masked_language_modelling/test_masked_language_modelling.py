@@ -18,11 +18,10 @@ from pointsman._errors import RunError
 from pointsman_lab.cli.main import main
 from pointsman_lab.models.encoder import EncoderConfig
 from pointsman_lab.runs.directory import RunDirectory
-from pointsman_lab.tasks.masked_language_modelling import evaluation as masked_language_model
+from pointsman_lab.tasks.masked_language_modelling import task as masked_language_model
 from pointsman_lab.tasks.masked_language_modelling import text as texts
 from pointsman_lab.tasks.masked_language_modelling.blocks import Masking
-from pointsman_lab.tasks.masked_language_modelling.evaluation import evaluate_masked, masked_batches
-from pointsman_lab.tasks.masked_language_modelling.task import MaskedLanguageModelling
+from pointsman_lab.tasks.masked_language_modelling.task import MaskedLanguageModelling, evaluate_masked, masked_batches
 from pointsman_lab.tasks.masked_language_modelling.text import open_blocks
 from pointsman_lab.training.compare import Plan, compare
 from pointsman_lab.training.config import RunConfig

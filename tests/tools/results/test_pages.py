@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.tools.results.test_claims import PAGE, claim, invented
+from tools.results.__main__ import Pages
 from tools.results.claims import Page
 from tools.results.claims_file import CLAIMS
-from tools.results.pages import Pages
 
 ROOT = Path(__file__).parents[3]
 SECTIONS = ["## table", "## loads"]

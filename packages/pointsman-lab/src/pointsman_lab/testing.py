@@ -26,8 +26,8 @@ from pointsman_lab.progress import Progress, Quiet, Stop
 from pointsman_lab.runs.checkpoints import whole_checkpoint
 from pointsman_lab.training.checkpoint import checkpoint_tensors
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.failures import Interrupted
 from pointsman_lab.training.run import load_run
+from pointsman_lab.training.state import Interrupted
 from pointsman_lab.training.task import Task, pretraining_task
 from pointsman_lab.training.trainer import TrainResult, train
 

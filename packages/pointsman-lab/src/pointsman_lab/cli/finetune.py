@@ -99,7 +99,7 @@ def settings_of_comparison(values: argparse.Namespace) -> list[Finetuning]:
 def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str, hosts: Hosts | None = None) -> None:
     """`compare --task` after training: fine-tunes every run, prints and writes a table per task."""
     from pointsman_lab.finetuning import compare_tasks
-    from pointsman_lab.finetuning.compare import jobs_of
+    from pointsman_lab.finetuning.run import jobs_of
     from pointsman_lab.report.results import write_task_tables
     from pointsman_lab.runs.compact import write_record
 
@@ -156,7 +156,7 @@ def run(arguments: Sequence[str]) -> int:
     from pointsman_lab.report.results import tables_of
     from pointsman_lab.report.task_table import TaskTable
     from pointsman_lab.runs.record import read_run
-    from pointsman_lab.training.failures import Interrupted
+    from pointsman_lab.training.state import Interrupted
 
     changes: dict[str, Any] = dict(options.overrides(values.set))
     if values.top_k:

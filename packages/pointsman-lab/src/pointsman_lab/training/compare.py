@@ -34,10 +34,10 @@ from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.runs.imports import import_named
 from pointsman_lab.runs.paths import COMPARISON, EVALUATION, run_path
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.failures import Interrupted
 from pointsman_lab.training.jobs import Hosts, Work, do_all, one_thread
 from pointsman_lab.training.kernels import choose_kernels, recorded_kernels
 from pointsman_lab.training.settings import flat, without_effect
+from pointsman_lab.training.state import Interrupted
 from pointsman_lab.training.task import Task, check_models, check_ranks, pretraining_task
 from pointsman_lab.training.trainer import train
 

@@ -17,10 +17,9 @@ from pointsman_lab.runs.paths import EVALUATION, METRICS
 from pointsman_lab.runs.record import MetricsFile, label
 from pointsman_lab.training.best import FILE, Best
 from pointsman_lab.training.checkpoint import write_checkpoint
-from pointsman_lab.training.failures import Diverged, Interrupted
 from pointsman_lab.training.kernels import autocast
 from pointsman_lab.training.sharded import Saver
-from pointsman_lab.training.state import TrainingState
+from pointsman_lab.training.state import Diverged, Interrupted, TrainingState
 from pointsman_lab.training.trackers import Tracker, begin_trackers, tracked
 
 

@@ -15,9 +15,8 @@ from pointsman.routers.papers.loss_free import BiasedTopK
 from pointsman.routers.papers.smoe_dropout import FrozenLinearScorer
 from pointsman.routers.papers.topk import LinearScorer
 from pointsman_lab.models.decoder import Decoder
-from pointsman_lab.models.huggingface.classes import CLASSES, HubClass, common_settings
+from pointsman_lab.models.huggingface.classes import CLASSES, GateRule, GateWeights, HubClass, common_settings, gate_of
 from pointsman_lab.models.huggingface.reading import read_config as read_config
-from pointsman_lab.models.huggingface.rules import GateRule, GateWeights, gate_of
 
 TOKENS = 16  # that the logits are compared on
 TOLERANCE = 1e-4

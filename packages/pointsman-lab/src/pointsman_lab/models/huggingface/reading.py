@@ -8,8 +8,7 @@ from typing import Any, cast
 from pointsman._errors import RunError, did_you_mean
 from pointsman.ops.feed_forward import ACTIVATIONS
 from pointsman_lab.models.decoder import DecoderConfig
-from pointsman_lab.models.huggingface.classes import CLASSES, HubClass
-from pointsman_lab.models.huggingface.rules import GateRule
+from pointsman_lab.models.huggingface.classes import CLASSES, GateRule, HubClass
 
 LATENT = "it has latent attention, which the decoder has not"
 REFUSED = {

@@ -1,23 +1,182 @@
-"""A fine-tuned encoder on the test parts of every language, with the same weights, at any k."""
+"""A fine-tuned encoder on the test parts of every language, with the same weights, at any k.
+
+What it reads are `Features`: the rows of the items of a task.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from pointsman._errors import RunError
+from pointsman_lab.data.pieces import END, START, UNKNOWN, Pieces
 from pointsman_lab.data.streams import IGNORE
-from pointsman_lab.data.task_streams import eval_batches
+from pointsman_lab.data.task_streams import Encoded, eval_batches
 from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, Pass, evaluated
-from pointsman_lab.tasks.crosslingual.features import Features, answer
-from pointsman_lab.tasks.crosslingual.formats import Question
+from pointsman_lab.tasks.crosslingual.formats import Pair, Question, Tagged
 from pointsman_lab.tasks.crosslingual.scores import Prediction, Score, mean_error, metric_of, score
 from pointsman_lab.tasks.crosslingual.xtreme import Item
+
+LONGEST_QUESTION, OVERLAP = 64, 128  # pieces; XTREME's scripts, at length 384
+BEST, LONGEST_ANSWER = 20, 30
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Features:
+    """Rows for a model, and what leads from them back to the items.
+
+    Attributes:
+        encoded: rows; labels are [n] classes (pairs), [n, T] tags with -100 (tags), or [n, 2] first and last piece
+            of the answer, both 0 in a window without it (questions).
+        items: [n], the item of each row.
+        words: of tags, for each row the places of the words' first pieces.
+        offsets: of questions, for each row where its pieces stand in the passage, [T, 2], -1 outside.
+    """
+
+    encoded: Encoded
+    items: NDArray[np.int64]
+    words: Sequence[Ids] = field(default_factory=tuple)
+    offsets: Sequence[Ids] = field(default_factory=tuple)
+
+    def within(self, tokens: int | None) -> NDArray[np.int64]:
+        """The items whose rows have at most about `tokens` pieces together, drawn with a fixed seed; None: all."""
+        count = int(self.items.max()) + 1
+        if tokens is None:
+            return np.arange(count)
+        sizes = np.bincount(self.items, [len(row) for row in self.encoded.rows], count)
+        order = np.random.default_rng(0).permutation(count)
+        return np.sort(order[: max(1, int(np.searchsorted(np.cumsum(sizes[order]), tokens, side="right")))])
+
+
+def features(items: Sequence[Item], pieces: Pieces, length: int, classes: Mapping[str, int]) -> Features:
+    """Items of one kind as rows of at most `length` pieces."""
+    if length < 16:
+        raise RunError(f"length {length}: at least 16 pieces are needed")
+    first = items[0]
+    if isinstance(first, Pair):
+        return _pairs([item for item in items if isinstance(item, Pair)], pieces, length, classes)
+    if isinstance(first, Tagged):
+        return _tags([item for item in items if isinstance(item, Tagged)], pieces, length, classes)
+    return _questions([item for item in items if isinstance(item, Question)], pieces, length)
+
+
+def _unknown(rows: Sequence[Ids]) -> int:
+    return sum(int((row == UNKNOWN).sum()) for row in rows)
+
+
+def _pairs(items: Sequence[Pair], pieces: Pieces, length: int, classes: Mapping[str, int]) -> Features:
+    """`<s> A </s> </s> B </s>`; the longer sentence is cut until both fit."""
+    rows, cut = [], 0
+    for item in items:
+        one, other = pieces.encode(item.first), pieces.encode(item.second)
+        room = length - 4
+        if len(one) + len(other) > room:
+            cut += 1
+            kept = min(len(one), max(room - len(other), (room + 1) // 2))
+            one, other = one[:kept], other[: room - kept]
+        rows.append(np.array([START, *one, END, END, *other, END], dtype=np.int64))
+    labels = np.array([classes[item.label] for item in items], dtype=np.int64)
+    return Features(Encoded(tuple(rows), labels, cut, _unknown(rows)), np.arange(len(rows)))
+
+
+def _tags(items: Sequence[Tagged], pieces: Pieces, length: int, classes: Mapping[str, int]) -> Features:
+    """A word's first piece has its tag; a sentence that is too long goes on in a next row, at a word's border."""
+    rows: list[Ids] = []
+    tags: list[Ids] = []
+    words: list[Ids] = []
+    owners: list[int] = []
+    cut = 0
+
+    def finish(owner: int, ids: list[int], places: list[int], found: list[int]) -> None:
+        rows.append(np.array([START, *ids, END], dtype=np.int64))
+        at = np.array(places, dtype=np.int64) + 1
+        row = np.full(length, IGNORE, dtype=np.int64)
+        row[at] = found
+        tags.append(row)
+        words.append(at)
+        owners.append(owner)
+
+    for owner, item in enumerate(items):
+        ids: list[int] = []
+        places: list[int] = []
+        found: list[int] = []
+        for word, tag in zip(item.words, item.tags, strict=True):
+            own = pieces.encode(word).tolist() or [UNKNOWN]
+            cut += len(own) > length - 2
+            own = own[: length - 2]
+            if len(ids) + len(own) > length - 2:
+                finish(owner, ids, places, found)
+                ids, places, found = [], [], []
+            places.append(len(ids))
+            found.append(classes.get(tag, IGNORE))
+            ids += own
+        finish(owner, ids, places, found)
+    labels = np.stack(tags)[:, : max(map(len, rows))]
+    return Features(Encoded(tuple(rows), labels, cut, _unknown(rows)), np.array(owners), words)
+
+
+def _questions(items: Sequence[Question], pieces: Pieces, length: int) -> Features:
+    """`<s> question </s> </s> window </s>`, windows of a passage overlap; at smaller lengths all in proportion."""
+    rows: list[Ids] = []
+    spans: list[tuple[int, int]] = []
+    offsets: list[Ids] = []
+    owners: list[int] = []
+    cut = 0
+    contexts: dict[str, tuple[Ids, Ids]] = {}
+    for owner, item in enumerate(items):
+        asked = pieces.encode(item.question)[: min(LONGEST_QUESTION, length // 4)]
+        if item.context not in contexts:
+            contexts[item.context] = pieces.encode_with_offsets(item.context)
+        ids, places = contexts[item.context]
+        text, start = item.answers[0]
+        inside = np.flatnonzero((places[:, 1] > start) & (places[:, 0] < start + len(text)))
+        room = length - len(asked) - 4
+        step = room - min(OVERLAP, room // 2)
+        head = len(asked) + 3
+        begins = range(0, max(1, len(ids) - room + step), step)
+        cut += len(begins) > 1
+        for begin in begins:
+            window = ids[begin : begin + room]
+            rows.append(np.array([START, *asked, END, END, *window, END], dtype=np.int64))
+            at = np.full((len(rows[-1]), 2), -1, dtype=np.int64)
+            at[head : head + len(window)] = places[begin : begin + room]
+            offsets.append(at)
+            owners.append(owner)
+            whole = inside.size and begin <= inside[0] and inside[-1] < begin + len(window)
+            spans.append((head + inside[0] - begin, head + inside[-1] - begin) if whole else (0, 0))
+    labels = np.array(spans, dtype=np.int64)
+    return Features(Encoded(tuple(rows), labels, cut, _unknown(rows)), np.array(owners), (), offsets)
+
+
+def answer(item: Question, windows: Sequence[tuple[NDArray[np.float64], Ids]]) -> str:
+    """The best answer to a question; "" where no window has one.
+
+    A score is the sum of the logits of the first and the last piece. Of each window the 20 best first and last pieces
+    count, in the passage, at most 30 pieces apart. The text is that of the passage, from the first piece's start to the
+    last one's end.
+
+    Args:
+        windows: of each window the logits [2, T] and the pieces' offsets [T, 2].
+    """
+    best, text = -np.inf, ""
+    for logits, places in windows:
+        inside = np.flatnonzero(places[:, 0] >= 0)
+        firsts, lasts = (inside[np.argsort(-logits[side][inside], kind="stable")[:BEST]] for side in (0, 1))
+        for first in firsts:
+            for last in lasts:
+                score = float(logits[0][first]) + float(logits[1][last])
+                if first <= last < first + LONGEST_ANSWER and score > best:
+                    best, text = score, item.context[places[first, 0] : places[last, 1]].strip()
+    return text
 
 
 @dataclass(frozen=True)

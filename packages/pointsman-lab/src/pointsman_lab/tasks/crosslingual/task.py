@@ -19,8 +19,7 @@ from pointsman_lab.finetuning.task import FineTuning
 from pointsman_lab.models.classifier import Classifier, Pooling
 from pointsman_lab.models.config import ModelConfig, build_model
 from pointsman_lab.models.initial import seed_for
-from pointsman_lab.tasks.crosslingual.evaluation import TestPart, evaluate_languages
-from pointsman_lab.tasks.crosslingual.features import Features, features
+from pointsman_lab.tasks.crosslingual.evaluation import Features, TestPart, evaluate_languages, features
 from pointsman_lab.tasks.crosslingual.floors import floors
 from pointsman_lab.tasks.crosslingual.formats import Question, Tagged
 from pointsman_lab.tasks.crosslingual.scores import Prediction, best_floor

@@ -26,10 +26,10 @@ from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, eval_top_k
 from pointsman_lab.progress import check_stop
 from pointsman_lab.tasks.images.augment import evaluation_batches
 from pointsman_lab.tasks.images.corruptions import CORRUPTIONS
-from pointsman_lab.tasks.images.evaluation import HEADER, predictions
 from pointsman_lab.tasks.images.image_set import ImagePart
 from pointsman_lab.tasks.images.scores import calibration, detection
 from pointsman_lab.tasks.images.sources import SEVERITIES
+from pointsman_lab.tasks.images.task import HEADER, predictions
 from pointsman_lab.tasks.images.vit import VisionTransformer
 
 
