@@ -47,6 +47,7 @@ def test_reading_a_comparison_restores_what_is_missing_elsewhere(tmp_path: Path)
     assert found.missing() == []
     assert found.runs["smoe", 0].environment == {"python": "4"}
     assert not (out / "runs" / "r1").exists(), "a folder that is read is not written to"
+    assert found.runs["xmoe", 0].path.parts[-4] == "grid", "errors name a run by its path"
     write_record(out)
     assert '"path":"runs/r1/seed-0"' in (out / RECORD).read_text(), "a run that only the record knows stays in it"
 

@@ -109,7 +109,8 @@ def restored_aside(folder: Path) -> Path | None:
     status = file.lstat()
     key = (os.path.realpath(file), status.st_size, status.st_mtime_ns)
     if key not in _ASIDE:
-        _ASIDE[key] = temporary_folder()
+        _ASIDE[key] = temporary_folder() / Path(key[0]).parent.name  # errors name runs by their paths
+        _ASIDE[key].mkdir()
     restore(folder, _ASIDE[key])
     return _ASIDE[key]
 
