@@ -21,13 +21,13 @@ FOLDERS = {
 }
 ROOMS = {
     "pointsman": (
-        "_errors", "_files", "_values", "_grid", "intervals", "ranks", "routing", "auxiliary", "ops",
+        "_errors", "_files", "_values", "ranks", "routing", "auxiliary", "ops",
         "kernels", "experts", "routers", "delivery", "layer", "conversion", "traces", "control", "recording",
         "replay", "parallel", "diagnostics", "hf", "engines", "testing",
     ),
     "pointsman_lab": (
-        "_shapes", "_files", "_values", "_grid", "processes", "progress", "registry", "models", "data", "runs",
-        "evaluation", "training", "recipes", "finetuning", "report",
+        "_shapes", "_files", "_values", "_grid", "intervals", "processes", "progress", "registry", "models", "data",
+        "runs", "evaluation", "training", "recipes", "finetuning", "traces", "checkpoints", "report",
         "exam", "planning", "diagnosis", "testing", "checks", "cli", "tasks", "__main__",
     ),
 }  # fmt: skip
@@ -191,8 +191,9 @@ CHANGED_ELSEWHERE = {
     "cli.export": "a scratch folder, whose files take the places of an earlier export's",
     "cli.hf": "a Hugging Face model into --out, which holds no run",
     "cli.compress": "the same",
-    "hf.audit.result": "a name of its own in --out",
+    "checkpoints.audit.result": "a name of its own in --out",
     "hf.loading": "a Hugging Face model that the user names, without its code",
+    "checkpoints.on_disk": "the same",
     "processes": "a scratch folder, and the ranks of this run",
     "testing": "a scratch folder",
     "testing.trainers.case": "a scratch folder",

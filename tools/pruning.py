@@ -19,15 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pointsman.diagnostics.observe import evaluating
-from pointsman.hf.audit.trials import halves, mean_of, measured
-from pointsman.hf.choosing import METHODS, plan
-from pointsman.hf.cutting import cut
 from pointsman.hf.experts import SingleExpert
 from pointsman.hf.gates import find_gates
-from pointsman.hf.text import TextBatch, text_batches
-from pointsman.intervals import half_width
 from pointsman_lab._files import write_whole
 from pointsman_lab._grid import NONE, Grid, wrapped
+from pointsman_lab.checkpoints.audit.trials import halves, mean_of, measured
+from pointsman_lab.checkpoints.choosing import METHODS, plan
+from pointsman_lab.checkpoints.cutting import cut
+from pointsman_lab.checkpoints.text import TextBatch, text_batches
+from pointsman_lab.intervals import half_width
 
 ROOT = Path(__file__).parents[1]
 RECORD, PAGE = ROOT / "records" / "pruning" / "record.jsonl", ROOT / "docs" / "pruning.md"

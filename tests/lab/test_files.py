@@ -23,7 +23,7 @@ def test_write_whole_keeps_the_old_text_if_the_disk_is_full(tmp_path: Path, monk
         place.write_bytes(b"n")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(module, "write_synced", failing)
+    monkeypatch.setattr("pointsman_lab._files.write_synced", failing)
     with pytest.raises(RunError, match="no space left on the disk"):
         write_whole(file, "new")
     assert file.read_text() == "old"

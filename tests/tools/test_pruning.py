@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers")
-from pointsman.hf.audit.trials import mean_of, measured
-from pointsman.hf.choosing import METHODS
-from pointsman.hf.cutting import cut
 from pointsman.hf.gates import find_gates
-from pointsman.hf.text import text_batches
+from pointsman_lab.checkpoints.audit.trials import mean_of, measured
+from pointsman_lab.checkpoints.choosing import METHODS
+from pointsman_lab.checkpoints.cutting import cut
+from pointsman_lab.checkpoints.text import text_batches
 from tests.library.hf import zoo
-from tests.library.hf.test_audit import texts, tokenizer
 from tests.library.hf.test_replace import spread
+from tests.library.hf.zoo import texts, tokenizer
 from tools import pruning
 
 

@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman.intervals import LEVEL
 from pointsman_lab._files import write_whole
 from pointsman_lab._grid import NONE, Grid
+from pointsman_lab.intervals import LEVEL
 from pointsman_lab.report.cell import LEAST_SEEDS, Paired
 from pointsman_lab.report.figures import save_lines
 from pointsman_lab.runs.comparison import Comparison, read_comparison

@@ -18,8 +18,8 @@ pytest.importorskip("transformers")
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.library.hf import zoo
-    from tests.library.hf.test_audit import tokenizer
     from tests.library.hf.test_replace import spread
+    from tests.library.hf.zoo import tokenizer
 
     folder = tmp_path_factory.mktemp("model")
     spread(zoo.tiny_model("olmoe")).save_pretrained(folder)

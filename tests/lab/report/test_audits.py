@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from pointsman import hf
+from pointsman_lab.checkpoints import audit
 from pointsman_lab.report import figures, write_report
 from tests.library.hf import zoo
-from tests.library.hf.test_audit import texts, tokenizer
 from tests.library.hf.test_replace import spread
+from tests.library.hf.zoo import texts, tokenizer
 
 pytest.importorskip("jinja2")
 
 
 def test_the_report_reads_it(tmp_path: Path) -> None:
     domains = {"en.txt": texts(12), "de.txt": texts(12, seed=3)}
-    result = hf.audit(spread(zoo.tiny_model("mixtral")), tokenizer(), domains, top_k=[1, 2])
+    result = audit(spread(zoo.tiny_model("mixtral")), tokenizer(), domains, top_k=[1, 2])
     result.save(tmp_path / "audit", data="a few words", command="pointsman audit some-model --data words")
     notes: list[str] = []
     page = write_report(tmp_path / "audit", samples=True, note=notes.append).read_text(encoding="utf-8")
@@ -52,7 +52,7 @@ def test_the_report_reads_it(tmp_path: Path) -> None:
 def test_two_audits_of_one_class_and_one_without_a_sample(tmp_path: Path) -> None:
     model = spread(zoo.tiny_model("mixtral"))
     for name, tokens in (("before", 64), ("after", 0)):
-        hf.audit(model, tokenizer(), texts(8), top_k=[1], sample_tokens=tokens).save(tmp_path / name)
+        audit(model, tokenizer(), texts(8), top_k=[1], sample_tokens=tokens).save(tmp_path / name)
     page = write_report([tmp_path / "before", tmp_path / "after"], out=tmp_path, samples=True).read_text("utf-8")
     assert "MixtralForCausalLM (before)" in page
     assert "MixtralForCausalLM (after)" in page

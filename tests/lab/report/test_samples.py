@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from pointsman.diagnostics.samples import most_taken, pack
 from pointsman.routing import Routing
 from pointsman_lab.data.vocabulary import Vocabulary
+from pointsman_lab.evaluation.explorer import most_taken, pack
 from pointsman_lab.report import inside, write_report
 from pointsman_lab.report.samples import collect_all, collect_samples, display_tokens, pca
 from pointsman_lab.runs.comparison import read_comparison

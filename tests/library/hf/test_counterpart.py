@@ -27,7 +27,6 @@ from pointsman.hf.layouts import first_k
 from pointsman.routers.frame.registry import build_router
 from pointsman.routing import RoutingContext
 from tests.library.hf import zoo
-from tests.library.hf.test_audit import texts, tokenizer
 from tests.library.hf.test_replace import IDS, logits, spread
 
 PLAIN, SHARE, BIASED = "smoe:bias=false", "smoe:bias=false:renormalize=false", "loss-free"
@@ -173,7 +172,9 @@ def test_longcat_with_its_own_spec_keeps_its_outputs_and_goes_back(tmp_path: Pat
     changed = hf.replace_routers(copy.deepcopy(model), spec)
     torch.testing.assert_close(logits(changed), before, rtol=0, atol=1e-5)
     assert [gate.num_experts for gate in find_gates(changed)] == [10, 10]
-    assert hf.audit(changed, tokenizer(), texts(1), length=12).layers
+    with pointsman.record_routing(changed) as records:
+        logits(changed)
+    assert list(records) == [gate.layer for gate in gates]
     changed.save_pretrained(tmp_path)
     torch.testing.assert_close(logits(type(model).from_pretrained(tmp_path)), before, rtol=0, atol=1e-5)
     torch.testing.assert_close(logits(hf.materialize(changed)), before, rtol=0, atol=1e-5)
@@ -221,13 +222,13 @@ def test_the_tables_of_deepseek_v4_are_hash_routers_of_k_columns(
     routing = load_gate(plain, table).eval()(hidden[None], RoutingContext(token_ids=torch.arange(90)[None]))
     found = torch.zeros(90, 8).scatter(1, routing.experts, routing.weights.detach())
     assert torch.allclose(found, routed_by(table, hidden), rtol=1e-6, atol=1e-6)
-    named = hf.audit(model, tokenizer(), texts(1), length=12).layers.values()
-    assert [layer["router"] for layer in named] == [specs[0]] + [specs[1]] * 3
+    named = [str(counterpart(gate)) for gate in (table, *others)]
+    assert named == [specs[0]] + [specs[1]] * 3
     with pytest.raises(ValueError, match="DeepseekV4HashRouter chooses experts by token id, from a table of 2"):
         pointsman.set_top_k(model, 4)
     only = hf.replace_routers(copy.deepcopy(model), str(specs[0]))
     assert [name for name, _ in pointsman.control.named_routers(only)] == [table.layer]
-    changed = hf.replace_routers(copy.deepcopy(model), [str(layer["router"]) for layer in named])
+    changed = hf.replace_routers(copy.deepcopy(model), named)
     assert len(list(pointsman.control.named_routers(changed))) == 4
     assert torch.allclose(logits(changed), before, atol=1e-5)
     with pointsman.set_top_k(changed, 4):  # the table, then the walk
@@ -299,18 +300,6 @@ def test_the_settings_of_deepseek_v3() -> None:
     gate = find_gates(model)[0]
     assert counterpart(gate) == "loss-free:groups=8:kept=4:scale=2.5"
     assert shared_experts(gate) == 1
-
-
-def test_audit_names_router_and_shared_experts() -> None:
-    result = hf.audit(spread(zoo.tiny_model("deepseek_v3")), tokenizer(), texts(1), length=12)
-    assert {layer["router"] for layer in result.layers.values()} == {SPECS["deepseek_v3"]}
-    told = f"Router of 2 layers: {SPECS['deepseek_v3']}, as this library spells it, with 1 shared expert."
-    assert result.findings()[0] == told
-    gemma = hf.audit(spread(zoo.tiny_model("gemma4")), tokenizer(), texts(1))
-    assert "a router without a counterpart here (Gemma4TextRouter normalises its input, and" in " ".join(
-        gemma.markdown().split()
-    )
-    assert {layer["without"] is None for layer in gemma.layers.values()} == {False}
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "jamba", "flint", "gpt_oss", "kolibri1", "phimoe"])

@@ -1,4 +1,4 @@
-"""A tiny random model of every MoE class in the installed transformers."""
+"""A tiny random model of every MoE class in the installed transformers; a tokenizer and texts for them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+WORDS = [f"w{i}" for i in range(60)]
+TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} <e> {% endfor %}"
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -229,6 +234,22 @@ def tiny_model(name: str, seed: int = 0, **changes: Any) -> Any:
         setattr(config, key, value)
     torch.manual_seed(seed)
     return cls(config).eval()
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    special = ["<pad>", "<s>", "<e>", "<unk>"]
+    vocabulary = {word: index for index, word in enumerate([*special, "<|", "|>", "user", "assistant", *WORDS])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<e>", unk_token="<unk>")
+    made.chat_template = TEMPLATE
+    return made
+
+
+def texts(count: int = 6, seed: int = 0) -> list[str]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(9, 30, (count,), generator=generator).tolist()
+    return [" ".join(WORDS[i] for i in torch.randint(0, 60, (n,), generator=generator).tolist()) for n in lengths]
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pointsman._errors import RunError
-from pointsman.intervals import student_cdf, student_quantile
+from pointsman_lab.intervals import student_cdf, student_quantile
 from pointsman_lab.report.cell import Paired
 from pointsman_lab.report.results import COLUMNS, load_comparison, write_results
 from pointsman_lab.report.tables import ComparisonTable

@@ -21,15 +21,11 @@ from pointsman._files import SCRATCH as SCRATCH
 from pointsman._files import disk_errors as disk_errors
 from pointsman._files import is_abandoned as is_abandoned
 from pointsman._files import open_folder
-from pointsman._files import open_new as open_new
 from pointsman._files import open_ordinary as open_ordinary
-from pointsman._files import open_own as open_own
 from pointsman._files import owner as owner
 from pointsman._files import parse_json as parse_json
 from pointsman._files import replacing as replacing
 from pointsman._files import scratch_folder as scratch_folder
-from pointsman._files import write_synced as write_synced
-from pointsman._files import write_whole as write_whole
 from pointsman_lab._shapes import MOST_BYTES, MOST_LINE, MOST_OTHERS, check_shape, shape_of
 
 LOCK = ".lock"
@@ -65,6 +61,33 @@ def find(root: Path, pattern: str) -> list[Path]:
 def open_named(file: Path) -> IO[bytes]:
     """A file that the user named, open for reading; raises as `open_ordinary` does."""
     return open(open_ordinary(file), "rb")
+
+
+def open_own(file: Path, flags: int = os.O_RDONLY) -> int:
+    """The same of a file that must not be a link either."""
+    if file.is_symlink():  # said before O_NOFOLLOW refuses it, and where there is no O_NOFOLLOW (Windows)
+        raise RunError(f"{file}: a link; files of a run directory are not opened through links")
+    return open_ordinary(file, flags | getattr(os, "O_NOFOLLOW", 0))
+
+
+def open_new(file: Path, flags: int = os.O_CREAT) -> IO[bytes]:
+    """A new file, or one that `replacing` made, open for writing; raises as `open_own` does."""
+    return open(open_own(file, os.O_WRONLY | flags), "wb")
+
+
+def write_synced(file: Path, content: bytes) -> None:
+    """Writes what `open_new` opens, and waits until the disk has it."""
+    with open_new(file) as opened:
+        opened.write(content)
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def write_whole(file: Path, content: str | bytes) -> Path:
+    """Replaces a file's content at once, also at a power cut; raises as `replacing` does."""
+    with replacing(file) as aside:
+        write_synced(aside, content.encode() if isinstance(content, str) else content)
+    return file
 
 
 def read_ordinary(file: Path, most: int = MOST_OTHERS) -> bytes:

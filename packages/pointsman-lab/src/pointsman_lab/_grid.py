@@ -5,14 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import re
+import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pointsman._grid import NONE as NONE
-from pointsman._grid import markdown_table
-from pointsman._grid import wrapped as wrapped
 from pointsman_lab._values import printable
+
+NONE = "-"
+"""The cell of a figure that does not exist."""
 
 _NUMBER = re.compile(r"[+-]?[0-9]")
 _SENTENCE = re.compile(r"(?<=[.])\s+(?=[A-Z])")
@@ -137,3 +138,22 @@ def _no_formula(cell: Any) -> Any:
 def escape_latex(text: str) -> str:
     """`text` with every character that LaTeX reads as a command escaped."""
     return "".join(_LATEX.get(character, character) for character in text)
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], labels: int = 1) -> str:
+    """A Markdown table; the first `labels` columns name the row, and are aligned to the left."""
+    rule = ["---" if column < labels else "---:" for column in range(len(header))]
+    lines = [header, rule, *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def wrapped(markdown: str, width: int = 120) -> str:
+    """Markdown whose lines of prose have at most `width` characters; tables, headings and indented code stay."""
+
+    def lines(line: str) -> list[str]:
+        if len(line) <= width or line.startswith(("|", "#", "    ")):
+            return [line]
+        indent = "  " if line.startswith("- ") else ""
+        return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+    return "\n".join(part for line in markdown.split("\n") for part in lines(line))

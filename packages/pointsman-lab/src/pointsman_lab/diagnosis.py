@@ -226,7 +226,7 @@ def _of_hugging_face(name: str, settings: Settings, watch: Progress | None) -> d
     """A Hugging Face MoE with each gate replaced by a router with the same routing."""
     from pointsman.hf import replace_routers
     from pointsman.hf.loading import load_model, load_tokenizer
-    from pointsman.hf.text import refuse_unknown_tokens
+    from pointsman_lab.checkpoints.text import refuse_unknown_tokens
     from pointsman_lab.data.corpus import open_corpus
 
     if settings.changes:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from urllib.parse import quote
 
 from pointsman._errors import RunError
@@ -79,26 +79,6 @@ def open_ordinary(file: Path, flags: int = os.O_RDONLY) -> int:
         os.close(descriptor)
         raise RunError(f"{file}: no ordinary file")
     return descriptor
-
-
-def open_own(file: Path, flags: int = os.O_RDONLY) -> int:
-    """The same of a file that must not be a link either."""
-    if file.is_symlink():  # said before O_NOFOLLOW refuses it, and where there is no O_NOFOLLOW (Windows)
-        raise RunError(f"{file}: a link; files of a run directory are not opened through links")
-    return open_ordinary(file, flags | getattr(os, "O_NOFOLLOW", 0))
-
-
-def open_new(file: Path, flags: int = os.O_CREAT) -> IO[bytes]:
-    """A new file, or one that `replacing` made, open for writing; raises as `open_own` does."""
-    return open(open_own(file, os.O_WRONLY | flags), "wb")
-
-
-def write_synced(file: Path, content: bytes) -> None:
-    """Writes what `open_new` opens, and waits until the disk has it."""
-    with open_new(file) as opened:
-        opened.write(content)
-        opened.flush()
-        os.fsync(opened.fileno())
 
 
 def owner() -> str:
@@ -197,13 +177,6 @@ def open_folder(path: Path) -> Iterator[int | None]:
         yield folder
     finally:
         os.close(folder)
-
-
-def write_whole(file: Path, content: str | bytes) -> Path:
-    """Replaces a file's content at once, also at a power cut; raises as `replacing` does."""
-    with replacing(file) as aside:
-        write_synced(aside, content.encode() if isinstance(content, str) else content)
-    return file
 
 
 @contextmanager

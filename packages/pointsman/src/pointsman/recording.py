@@ -143,7 +143,7 @@ class record_routing:  # noqa: N801 - used like a function
             ...
 
     With a callback, each forward's (name, routing, context) is handed to it, and nothing is kept. The model is one with
-    MoE layers or routers of this library, or any mixture of experts of transformers that `pointsman.hf.audit` knows.
+    MoE layers or routers of this library, or a mixture of experts of transformers whose gates `pointsman.hf` knows.
 
     Raises:
         ValueError: the model has no router.

@@ -59,16 +59,16 @@ def run(words: Sequence[str]) -> int:
     task = [] if values.task is None else list(read_task(values.task))
     if not task:
         flags.without_effect(values, ["--answer-tokens"], "without --task")
-    from pointsman.hf import audit
     from pointsman.hf.loading import load_model, load_tokenizer
-    from pointsman.hf.text import count_tokens
+    from pointsman_lab.checkpoints import audit
+    from pointsman_lab.checkpoints.text import count_tokens
     from pointsman_lab.cli.progress import Display
 
     out = values.out or Path(f"audit-{Path(values.model).name}")
     refuse_runs(out, unless=("audit.json",))
     if values.on_disk:
-        from pointsman.hf.loading import load_on_disk
         from pointsman_lab._files import temporary_folder
+        from pointsman_lab.checkpoints.on_disk import load_on_disk
 
         flags.without_effect(values, ["--device"], "with --on-disk, which computes on the CPU")
         print("pointsman: every forward reads all experts from the disk, a layer at a time", file=sys.stderr)

@@ -30,7 +30,7 @@ def run(words: Sequence[str]) -> int:
 
     script = shtab.complete(every_command(shtab.FILE), shell=values.shell)
     if values.out:
-        from pointsman._files import write_whole
+        from pointsman_lab._files import write_whole
 
         print(write_whole(values.out / f"pointsman.{values.shell}", script), file=sys.stderr)
     else:

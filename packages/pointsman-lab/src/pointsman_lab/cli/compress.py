@@ -62,9 +62,9 @@ def run(words: Sequence[str]) -> int:
     check_out(values.out, values.model)
     device = choose_device(values.device)
     texts = {name: read_texts(data) for name, data in domains_of(values.data).items()}
-    from pointsman.hf import compress
-    from pointsman.hf.choosing import METHODS
     from pointsman.hf.loading import load_model, load_tokenizer
+    from pointsman_lab.checkpoints import compress
+    from pointsman_lab.checkpoints.choosing import METHODS
 
     if values.method not in METHODS:
         raise RunError(f"pointsman compress: --method {values.method!r}: {did_you_mean(values.method, METHODS)}")

@@ -49,10 +49,11 @@ def run(words: Sequence[str]) -> int:
     if words[0] not in ACTIONS:
         raise RunError(f"pointsman trace: unknown action {words[0]!r}: {did_you_mean(words[0], ACTIONS)}")
     values = parser(words[0]).read(words[1:])
-    from pointsman.traces import RoutingTrace, compare, flips
-    from pointsman.traces.placement import cache, place
+    from pointsman.traces import RoutingTrace
     from pointsman_lab._files import write_whole
     from pointsman_lab._grid import NONE, Grid
+    from pointsman_lab.traces import compare, flips
+    from pointsman_lab.traces.placement import cache, place
 
     first = RoutingTrace.load(values.first)
     if words[0] == "diff":

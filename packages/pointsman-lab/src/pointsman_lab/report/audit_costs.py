@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pointsman.intervals import smallest_within
 from pointsman_lab._grid import NONE, Grid
 from pointsman_lab._values import finite
+from pointsman_lab.intervals import smallest_within
 from pointsman_lab.report.series import short_layer
 
 Found = Mapping[str, Any]

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pointsman.intervals import LEVEL, student_quantile
 from pointsman_lab._grid import NONE
+from pointsman_lab.intervals import LEVEL, student_quantile
 from pointsman_lab.runs.paths import REPEAT
 
 LEAST_SEEDS = 3  # below, an interval is not shown: with two seeds it says nothing

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman.intervals import LEVEL
 from pointsman_lab._grid import NONE, Grid
 from pointsman_lab._values import finite
+from pointsman_lab.intervals import LEVEL
 from pointsman_lab.report.cell import LEAST_SEEDS, Cell, Metric, Paired, by_pretraining, metric, significantly_best
 from pointsman_lab.report.forms import Forms, joined
 from pointsman_lab.runs.comparison import Comparison, read_comparison

@@ -1,4 +1,6 @@
-"""Hugging Face MoE models: audit them, evaluate them at any k, replace their routers, upcycle dense models."""
+"""Hugging Face MoE models: evaluated at any k, balanced, with other routers, or made of dense models."""
+
+from typing import TYPE_CHECKING, Any
 
 try:
     import transformers  # noqa: F401
@@ -6,9 +8,7 @@ except ImportError as error:  # pragma: no cover
     raise ImportError("pointsman.hf needs transformers: pip install 'pointsman[hf]'", name="transformers") from error
 
 from pointsman.hf import experts as _experts
-from pointsman.hf.audit import AuditResult, audit
 from pointsman.hf.balance import balance
-from pointsman.hf.compress import Compression, compress
 from pointsman.hf.replay import replay
 from pointsman.hf.steps import RoutingLog, StepEnd
 from pointsman.hf.surgery import attention as _attention
@@ -23,16 +23,20 @@ _experts.register()
 _replace.install()
 
 __all__ = [
-    "AuditResult",
-    "Compression",
     "RoutingLog",
     "StepEnd",
-    "audit",
     "balance",
-    "compress",
     "materialize",
     "replace_routers",
     "replay",
     "upcycle",
     "verify",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name in ("AuditResult", "Compression", "audit", "compress"):
+            where = f"pointsman_lab.checkpoints.{name}: pip install 'pointsman[lab,hf]'"
+            raise ImportError(f"pointsman.hf.{name} is now {where}")
+        raise AttributeError(f"module 'pointsman.hf' has no attribute {name!r}")

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from pointsman._errors import RunError
@@ -29,36 +28,12 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "cpu", masked: b
             factory = uneven(factory._model_mapping[type(config)])
         return factory.from_pretrained(name, dtype=dtype, output_loading_info=True, trust_remote_code=False)
 
-    model, info = _load(name, "model", load)
+    model, info = load_named(name, "model", load)
     if missing := sorted(info["missing_keys"]):
         raise RunError(
             f"{name}: the saved model lacks {len(missing)} weights of {type(model).__name__}: {missing[0]}, …"
         )
     return model.to(device)
-
-
-def load_on_disk(name: str, folder: Path, *, dtype: str = "auto") -> Any:
-    """A decoder whose experts stay on the disk: each forward reads one layer's after the other.
-
-    Args:
-        folder: gets the experts as files that can be read layer by layer, as large as the checkpoint's experts.
-
-    Raises:
-        RunError: it cannot be loaded, or has no mixture of experts.
-    """
-    factory: Any = AutoModelForCausalLM
-    with torch.device("meta"):
-        shape = factory.from_config(AutoConfig.from_pretrained(name, trust_remote_code=False))
-    experts = [layer for layer, _ in shape.named_modules() if layer.rpartition(".")[2] == "experts"]
-    if not experts:
-        raise RunError(f"{name}: {type(shape).__name__} has no experts that could stay on the disk")
-    places = dict.fromkeys(experts, "disk")
-    for layer, module in shape.named_modules():
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        if own and not any(layer == one or layer.startswith(f"{one}.") for one in experts):
-            places[layer] = "cpu"
-    given: dict[str, Any] = {"device_map": places, "offload_folder": str(folder), "trust_remote_code": False}
-    return _load(name, "model", lambda: factory.from_pretrained(name, dtype=dtype, **given))
 
 
 def load_tokenizer(name: str) -> Any:
@@ -69,10 +44,10 @@ def load_tokenizer(name: str) -> Any:
         tokenizer("a")  # some settings of a wrong type are found by the first text only
         return tokenizer
 
-    return _load(name, "tokenizer", load)
+    return load_named(name, "tokenizer", load)
 
 
-def _load(name: str, what: str, load: Callable[[], Any]) -> Any:
+def load_named(name: str, what: str, load: Callable[[], Any]) -> Any:
     path = Path(name)
     if path.is_file():
         raise RunError(f"{name}: this is a file; MODEL is a folder with a saved model, or a name on the hub")

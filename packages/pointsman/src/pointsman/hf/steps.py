@@ -34,7 +34,7 @@ class RoutingLog(TrainerCallback):
     Six numbers a layer at every N-th step (`pointsman.diagnostics.scalars`): entropy, coefficient of variation of the
     load, experts without a token, largest share, dropped tokens, scale of the logits; of balanced biases also the load
     without the bias. They are of this process's tokens since the last ones, without padding. For any mixture of experts
-    that `pointsman.hf.audit` knows.
+    whose gates `pointsman.hf` knows.
 
     Args:
         every: N; None: the trainer's `logging_steps`.

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from pointsman.diagnostics.base import join_routings, map_routing
-from pointsman.diagnostics.samples import pack
-from pointsman.hf.text import TextBatch
 from pointsman.routing import Routing
+from pointsman_lab.checkpoints.text import TextBatch
+from pointsman_lab.evaluation.explorer import pack
 
 POINTS = 200
 """Tokens in the 2-D map."""

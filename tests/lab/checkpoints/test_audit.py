@@ -11,33 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import pointsman
 from pointsman import hf
-from pointsman.hf.text import KINDS, count_tokens, text_batches
+from pointsman.hf.counterpart import counterpart
+from pointsman_lab.checkpoints import audit
+from pointsman_lab.checkpoints.text import KINDS, count_tokens, text_batches
 from tests.library.hf import zoo
 from tests.library.hf.test_replace import spread
-
-WORDS = [f"w{i}" for i in range(60)]
-TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} <e> {% endfor %}"
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    special = ["<pad>", "<s>", "<e>", "<unk>"]
-    vocabulary = {word: index for index, word in enumerate([*special, "<|", "|>", "user", "assistant", *WORDS])}
-    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<e>", unk_token="<unk>")
-    made.chat_template = TEMPLATE
-    return made
-
-
-def texts(count: int = 6, seed: int = 0) -> list[str]:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(9, 30, (count,), generator=generator).tolist()
-    return [" ".join(WORDS[i] for i in torch.randint(0, 60, (n,), generator=generator).tolist()) for n in lengths]
+from tests.library.hf.zoo import texts, tokenizer
 
 
 def test_batches_keep_every_token_in_order() -> None:
@@ -93,7 +75,7 @@ def test_quality_at_every_k(five: str) -> None:
     model = spread(zoo.tiny_model(five))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     hooks = sum(len(module._forward_hooks) for module in model.modules())
-    result = hf.audit(model, tokenizer(), texts(), top_k=[1, 2, 4], length=16, batch_size=4)
+    result = audit(model, tokenizer(), texts(), top_k=[1, 2, 4], length=16, batch_size=4)
     assert [row["top_k"] for row in result.quality] == [1, 2, 4]
     for row in result.quality:
         total, count = plain_loss(model, row["top_k"])
@@ -119,7 +101,7 @@ def test_figures_of_the_gates_against_a_plain_count(five: str) -> None:
                 model(ids[:, start : start + 16])
     for handle in handles:
         handle.remove()
-    result = hf.audit(model, tokenizer(), texts(), top_k=[2], length=16, batch_size=4)
+    result = audit(model, tokenizer(), texts(), top_k=[2], length=16, batch_size=4)
     assert set(result.layers) == set(seen)
     for gate in gates:
         chosen = torch.cat([out[2].reshape(-1, 2) for out in seen[gate.layer]])
@@ -142,8 +124,8 @@ def test_figures_of_the_gates_against_a_plain_count(five: str) -> None:
 def test_padding_and_special_tokens_are_counted_apart() -> None:
     model = spread(zoo.tiny_model("mixtral"))
     marked = [f"{text} <e>" for text in texts()]
-    with_special = hf.audit(model, tokenizer(), marked, top_k=[2], length=64, batch_size=6)
-    one_by_one = hf.audit(model, tokenizer(), marked, top_k=[2], length=64, batch_size=1)
+    with_special = audit(model, tokenizer(), marked, top_k=[2], length=64, batch_size=6)
+    one_by_one = audit(model, tokenizer(), marked, top_k=[2], length=64, batch_size=1)
     assert with_special.tokens["special"] == 6
     assert with_special.tokens["padding"] > 0
     assert one_by_one.tokens["padding"] == 0
@@ -157,12 +139,12 @@ def test_padding_and_special_tokens_are_counted_apart() -> None:
 
 def test_router_precision_sees_a_near_tie() -> None:
     model = spread(zoo.tiny_model("mixtral"))
-    calm = hf.audit(model, tokenizer(), texts(), top_k=[2])
+    calm = audit(model, tokenizer(), texts(), top_k=[2])
     gate = hf.gates.find_gates(model)[0].module
     with torch.no_grad():  # the two best experts' scores differ by less than bf16 resolves
         gate.weight[0].mul_(5)
         gate.weight[1] = gate.weight[0] * (1 + 1e-3 * torch.randn(32, generator=torch.Generator().manual_seed(3)))
-    tied = hf.audit(model, tokenizer(), texts(), top_k=[1])
+    tied = audit(model, tokenizer(), texts(), top_k=[1])
     layer = "model.layers.0.mlp"
     assert calm.layers[layer]["bfloat16"]["sets"] < 0.2
     assert tied.layers[layer]["bfloat16"]["top1"] > calm.layers[layer]["bfloat16"]["top1"]
@@ -170,7 +152,7 @@ def test_router_precision_sees_a_near_tie() -> None:
 
 def test_against_another_checkpoint() -> None:
     model = spread(zoo.tiny_model("olmoe"))
-    same = hf.audit(model, tokenizer(), texts(), top_k=[2], against=copy.deepcopy(model))
+    same = audit(model, tokenizer(), texts(), top_k=[2], against=copy.deepcopy(model))
     assert all(layer["fluctuation"]["top1"] == 0 for layer in same.layers.values())
     assert same.against is not None
     assert same.against["loss"] == pytest.approx(same.quality[0]["loss"])
@@ -178,13 +160,13 @@ def test_against_another_checkpoint() -> None:
     with torch.no_grad():
         for gate in hf.gates.find_gates(other):
             gate.module.weight.copy_(gate.module.weight.roll(1, 0))  # every expert becomes its neighbour
-    moved = hf.audit(model, tokenizer(), texts(), top_k=[2], against=other)
+    moved = audit(model, tokenizer(), texts(), top_k=[2], against=other)
     assert moved.layers["model.layers.0.mlp"]["fluctuation"]["top1"] == 1
     assert any("changed their first expert" in sentence for sentence in moved.findings())
     with pytest.raises(ValueError, match="JambaForCausalLM"):
-        hf.audit(model, tokenizer(), texts(), against=zoo.tiny_model("jamba"))
+        audit(model, tokenizer(), texts(), against=zoo.tiny_model("jamba"))
     with pytest.raises(ValueError, match="4] experts"):
-        hf.audit(model, tokenizer(), texts(), against=zoo.tiny_model("olmoe", num_experts=4))
+        audit(model, tokenizer(), texts(), against=zoo.tiny_model("olmoe", num_experts=4))
 
 
 class ShorterBlock(torch.nn.Module):
@@ -201,7 +183,7 @@ class ShorterBlock(torch.nn.Module):
 def test_a_gate_that_reads_other_tokens_is_noted() -> None:
     model = spread(zoo.tiny_model("mixtral"))
     model.model.layers[0].mlp = ShorterBlock(model.model.layers[0].mlp)
-    result = hf.audit(model, tokenizer(), texts(1), top_k=[1, 2], length=12, against=copy.deepcopy(model))
+    result = audit(model, tokenizer(), texts(1), top_k=[1, 2], length=12, against=copy.deepcopy(model))
     assert set(result.layers) == {"model.layers.1.mlp"}
     assert result.layers["model.layers.1.mlp"]["fluctuation"]["top1"] == 0
     assert result.notes == ["model.layers.0.mlp.block: its input is not the text's tokens"]
@@ -213,7 +195,7 @@ def test_prompt_tuning_is_refused_in_one_line() -> None:
     model = spread(zoo.tiny_model("mixtral"))
     tuned = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     with pytest.raises(ValueError, match=r"no gate of \w+ can be observed: its input is not the text's tokens"):
-        hf.audit(tuned, tokenizer(), texts(1), length=12)
+        audit(tuned, tokenizer(), texts(1), length=12)
 
 
 def test_findings_and_summary(tmp_path: Path) -> None:
@@ -223,7 +205,7 @@ def test_findings_and_summary(tmp_path: Path) -> None:
         gate.bias.zero_()
         gate.bias[3], gate.bias[5] = 50.0, -50.0
     calls: list[tuple[int, int | None]] = []
-    result = hf.audit(model, tokenizer(), texts(), batch_size=2, max_tokens=60, progress=lambda *now: calls.append(now))
+    result = audit(model, tokenizer(), texts(), batch_size=2, max_tokens=60, progress=lambda *now: calls.append(now))
     assert calls[-1] == (60, 60)
     assert len(calls) > 1
     assert 5 in result.dead()["model.layers.0.mlp"]
@@ -243,7 +225,7 @@ def test_a_sick_model_has_an_audit(part: str, tmp_path: Path) -> None:
     model = spread(zoo.tiny_model("mixtral"))
     with torch.no_grad():
         model.get_parameter(part)[0] = torch.nan
-    result = hf.audit(model, tokenizer(), texts(8), top_k=[1, 2])
+    result = audit(model, tokenizer(), texts(8), top_k=[1, 2])
     assert [row["loss"] for row in result.quality] == [None, None]
     assert result.quality[0]["perplexity"] is None
     assert sum("the loss is nan" in note for note in result.notes) == 2
@@ -263,7 +245,7 @@ def test_a_class_that_fails_at_another_k_late(tmp_path: Path, monkeypatch: pytes
         return right(hidden, indices, weights)
 
     monkeypatch.setattr(experts, "forward", fails)
-    result = hf.audit(model, tokenizer(), texts(8), top_k=[1, 2, 3])
+    result = audit(model, tokenizer(), texts(8), top_k=[1, 2, 3])
     assert [row["top_k"] for row in result.quality] == [2, 3]
     assert any("k = 1" in note and "not with one" in note for note in result.notes)
     result.save(tmp_path)
@@ -274,7 +256,7 @@ def test_tokens_without_an_embedding() -> None:
     model = spread(zoo.tiny_model("mixtral"))
     model.resize_token_embeddings(3)
     with pytest.raises(ValueError, match=r"the tokenizer gives token \d+, and MixtralForCausalLM has 3 embeddings"):
-        hf.audit(model, tokenizer(), texts(4), top_k=[1])
+        audit(model, tokenizer(), texts(4), top_k=[1])
 
 
 def test_a_short_content_is_not_found_in_the_template() -> None:
@@ -292,7 +274,7 @@ def test_of_a_replaced_router() -> None:
     with torch.no_grad():
         for _, router in pointsman.control.named_routers(model):
             router.mix.strength.value.fill_(0.9)
-    result = hf.audit(model, tokenizer(), texts(), top_k=[2])
+    result = audit(model, tokenizer(), texts(), top_k=[2])
     entropy = result.layers["model.layers.0.mlp"]["entropy"]
     assert entropy["mixed_mean"] != entropy["mean"]
 
@@ -300,9 +282,9 @@ def test_of_a_replaced_router() -> None:
 def test_bad_input() -> None:
     model = zoo.tiny_model("mixtral")
     with pytest.raises(ValueError, match="no text"):
-        hf.audit(model, tokenizer(), [])
+        audit(model, tokenizer(), [])
     with pytest.raises(ValueError, match="from 1 to 8"):
-        hf.audit(model, tokenizer(), texts(), top_k=[9])
+        audit(model, tokenizer(), texts(), top_k=[9])
     for wrong, words in (
         ({"length": 0}, "length=0"),
         ({"batch_size": 0}, "batch_size=0"),
@@ -311,9 +293,9 @@ def test_bad_input() -> None:
         ({"texts": [3]}, "a text is a string or"),
     ):
         with pytest.raises(ValueError, match=words):
-            hf.audit(model, tokenizer(), **{"texts": texts(), **wrong})
+            audit(model, tokenizer(), **{"texts": texts(), **wrong})
     with pytest.raises(ValueError, match="no gate"):
-        hf.audit(torch.nn.Linear(2, 2), tokenizer(), texts())
+        audit(torch.nn.Linear(2, 2), tokenizer(), texts())
 
 
 @pytest.mark.slow
@@ -322,7 +304,7 @@ def test_memory_does_not_grow_with_the_text() -> None:
     peaks = []
     for count in (50, 400):
         tracemalloc.start()
-        result = hf.audit(model, tokenizer(), (text for text in texts(count)), max_tokens=None, top_k=[2])
+        result = audit(model, tokenizer(), (text for text in texts(count)), max_tokens=None, top_k=[2])
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
         assert sum(result.tokens.values()) > 10 * count
@@ -330,5 +312,19 @@ def test_memory_does_not_grow_with_the_text() -> None:
 
 
 def test_a_text_of_one_row_has_no_schedules() -> None:
-    result = hf.audit(zoo.tiny_model("mixtral"), tokenizer(), [texts(1)[0][:30]], top_k=(1, 2))
+    result = audit(zoo.tiny_model("mixtral"), tokenizer(), [texts(1)[0][:30]], top_k=(1, 2))
     assert any("k by layer left out: the text is too short" in note for note in result.notes), result.notes
+
+
+def test_audit_names_router_and_shared_experts() -> None:
+    model = spread(zoo.tiny_model("deepseek_v3"))
+    spec = counterpart(hf.gates.find_gates(model)[0])
+    result = audit(model, tokenizer(), texts(1), length=12)
+    assert {layer["router"] for layer in result.layers.values()} == {spec}
+    told = f"Router of 2 layers: {spec}, as this library spells it, with 1 shared expert."
+    assert result.findings()[0] == told
+    gemma = audit(spread(zoo.tiny_model("gemma4")), tokenizer(), texts(1))
+    assert "a router without a counterpart here (Gemma4TextRouter normalises its input, and" in " ".join(
+        gemma.markdown().split()
+    )
+    assert {layer["without"] is None for layer in gemma.layers.values()} == {False}

@@ -13,22 +13,22 @@ from typing import Any
 from torch import nn
 
 from pointsman._errors import did_you_mean
-from pointsman._grid import markdown_table, wrapped
 from pointsman._values import check_whole
 from pointsman.control import set_top_k
 from pointsman.diagnostics.observe import evaluating
-from pointsman.hf.audit.blocks import PARTS, mapped
-from pointsman.hf.audit.prunings import loads
-from pointsman.hf.audit.result import beats_random
-from pointsman.hf.audit.run import finite
-from pointsman.hf.audit.serving import MACHINES, serving
-from pointsman.hf.audit.summary import INTERVALS, plus_minus
-from pointsman.hf.audit.trials import Rows, halves, mean_of, measured, paired
-from pointsman.hf.choosing import METHODS, drawn, plan
-from pointsman.hf.cutting import Keep, cut, distil, fewest, groups_of, why_uncut
 from pointsman.hf.gates import Gate, find_gates, survey
-from pointsman.hf.text import Conversation, TextBatch, text_batches
 from pointsman.hf.top_k import gate_top_k
+from pointsman_lab._grid import markdown_table, wrapped
+from pointsman_lab.checkpoints.audit.blocks import PARTS, mapped
+from pointsman_lab.checkpoints.audit.prunings import loads
+from pointsman_lab.checkpoints.audit.result import beats_random
+from pointsman_lab.checkpoints.audit.run import finite
+from pointsman_lab.checkpoints.audit.serving import MACHINES, serving
+from pointsman_lab.checkpoints.audit.summary import INTERVALS, plus_minus
+from pointsman_lab.checkpoints.audit.trials import Rows, halves, mean_of, measured, paired
+from pointsman_lab.checkpoints.choosing import METHODS, drawn, plan
+from pointsman_lab.checkpoints.cutting import Keep, cut, distil, fewest, groups_of, why_uncut
+from pointsman_lab.checkpoints.text import Conversation, TextBatch, text_batches
 
 
 @dataclass(frozen=True)

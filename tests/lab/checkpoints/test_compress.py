@@ -12,16 +12,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pointsman import hf
-from pointsman.hf.choosing import METHODS, plan
-from pointsman.hf.compress import _cuttable
-from pointsman.hf.cutting import cut, distil
 from pointsman.hf.gates import find_gates
-from pointsman.hf.text import text_batches
+from pointsman_lab.checkpoints import audit, compress
+from pointsman_lab.checkpoints.choosing import METHODS, plan
+from pointsman_lab.checkpoints.compress import _cuttable
+from pointsman_lab.checkpoints.cutting import cut, distil
+from pointsman_lab.checkpoints.text import text_batches
+from tests.lab.checkpoints.compatibility import output_of
 from tests.library.hf import zoo
-from tests.library.hf.compatibility import output_of
-from tests.library.hf.test_audit import texts, tokenizer
 from tests.library.hf.test_replace import spread
+from tests.library.hf.zoo import texts, tokenizer
 
 IDS = torch.randint(0, 60, (2, 16), generator=torch.Generator().manual_seed(0))
 
@@ -52,7 +52,7 @@ def test_a_cut_model_is_the_original_whose_other_experts_cannot_be_chosen(name: 
 def test_the_folder_loads_in_transformers_and_the_original_stays(five: str, tmp_path: Path) -> None:
     model = spread(zoo.tiny_model(five))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    found = hf.compress(model, tokenizer(), {"a": texts(8), "b": texts(8, seed=1)}, length=16, batch_size=3, heal=1)
+    found = compress(model, tokenizer(), {"a": texts(8), "b": texts(8, seed=1)}, length=16, batch_size=3, heal=1)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     found.model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -72,7 +72,7 @@ def test_experts_that_give_out_nothing_are_pruned(method: str) -> None:
     with torch.no_grad():
         for gate in find_gates(model):
             gate.experts.down_proj[[1, 4, 6]] = 0.0
-    found = hf.compress(model, tokenizer(), texts(12), experts=5, method=method, length=16, random=1)
+    found = compress(model, tokenizer(), texts(12), experts=5, method=method, length=16, random=1)
     assert all(groups == [[0], [2], [3], [5], [7]] for groups in found.kept.values())
 
 
@@ -137,13 +137,13 @@ def test_units_in_another_order_are_aligned_before_a_merge(name: str) -> None:
 
 
 def test_the_search_is_not_worse_than_its_start_and_distillation_helps(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pointsman.hf.audit.trials import mean_of, measured
+    from pointsman_lab.checkpoints.audit.trials import mean_of, measured
 
     model = spread(zoo.tiny_model("mixtral"))
     with torch.no_grad():
         for gate in find_gates(model):
             gate.experts.down_proj.mul_(300)
-    monkeypatch.setattr("pointsman.hf.choosing.SWAPS", 12)
+    monkeypatch.setattr("pointsman_lab.checkpoints.choosing.SWAPS", 12)
     gates, text = find_gates(model), batches(6)
     start, found = (cut(model, gates, plan(model, gates, text, 4, method)[0]) for method in ("reap", "search"))
     assert mean_of(measured(found, text)) <= mean_of(measured(start, text))
@@ -219,7 +219,7 @@ def test_transformers_alone_loads_layers_of_several_sizes(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("method", [*METHODS])
 def test_uneven_layers_under_one_budget(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pointsman.hf.choosing.SWAPS", 4)
+    monkeypatch.setattr("pointsman_lab.checkpoints.choosing.SWAPS", 4)
     model = spread(zoo.tiny_model("mixtral"))
     gates = find_gates(model)
     with (
@@ -244,17 +244,17 @@ def test_an_uneven_model_is_verified_beside_an_even_one_and_stays_a_model(tmp_pa
     model.config.output_router_logits = True  # adds up the layers' logits where a class has the loss
     with torch.no_grad():
         find_gates(model)[0].experts.down_proj[2:] *= 1e-3
-    found = hf.compress(model, tokenizer(), texts(12), experts=6, uneven=True, length=16, batch_size=3, heal=1)
+    found = compress(model, tokenizer(), texts(12), experts=6, uneven=True, length=16, batch_size=3, heal=1)
     assert not found.model.config.output_router_logits
     numbers = [len(of) for of in found.kept.values()]
     assert numbers == [4, 8]  # two groups, of two experts at least
     assert found.even is not None
     assert found.even["half"] > 0
     assert "Experts by layer: 4, 8. Loss against 6 in every layer:" in " ".join(found.markdown().split())
-    audited = hf.audit(found.model, tokenizer(), texts(4), length=16, batch_size=3)
+    audited = audit(found.model, tokenizer(), texts(4), length=16, batch_size=3)
     assert [layer["num_experts"] for layer in audited.layers.values()] == numbers
     with pytest.raises(ValueError, match="it is compressed already"):
-        hf.compress(found.model, tokenizer(), texts(4), length=16)
+        compress(found.model, tokenizer(), texts(4), length=16)
 
 
 @pytest.mark.parametrize(
@@ -273,5 +273,5 @@ def test_an_uneven_model_is_verified_beside_an_even_one_and_stays_a_model(tmp_pa
 )
 def test_what_cannot_be_done_is_refused(name: str, change: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        hf.compress(zoo.tiny_model(name), tokenizer(), texts(4), **{"length": 16, **change})
+        compress(zoo.tiny_model(name), tokenizer(), texts(4), **{"length": 16, **change})
     assert set(METHODS) >= {"reap", "frequency", "norm", "mean", "hc-smoe", "m-smoe", "search"}

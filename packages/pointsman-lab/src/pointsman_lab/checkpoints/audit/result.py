@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pointsman._files import write_whole
-from pointsman.hf.audit.sample import Sample, explorer
-from pointsman.hf.audit.summary import markdown, short_names
-from pointsman.intervals import smallest_within
+from pointsman_lab._files import write_whole
+from pointsman_lab.checkpoints.audit.sample import Sample, explorer
+from pointsman_lab.checkpoints.audit.summary import markdown, short_names
+from pointsman_lab.intervals import smallest_within
 
 FORMAT = 1
 HOT = 3.0
@@ -46,7 +46,7 @@ class AuditResult:
             (of loads between domains, bits), "specialists" (experts that serve one domain), "coverage",
             "super_experts", "prunings" (of several sizes, beside random ones), "across" (co-activation with the next
             layer), "schedules" (k by layer), "serving" (costs by k), "answers" (tokens to an answer by k),
-            "placement" and "cache" (`pointsman.traces.placement`).
+            "placement" and "cache" (`pointsman_lab.traces.placement`).
         against: {"loss", "half", "difference"} of the other checkpoint.
         protocol: the settings of the measurement.
         notes: what could not be measured, and why.
@@ -235,7 +235,7 @@ class AuditResult:
             "model": {"router": self.model, "num_experts": experts},
             "data": data,
             "seed": 0,
-            "command": command or "pointsman.hf.audit(model, tokenizer, texts)",
+            "command": command or "pointsman_lab.checkpoints.audit(model, tokenizer, texts)",
             "findings": self.findings(),
         }
         read = {"tokens": self.tokens["text"], "split": data, "top_k": self.top_k}

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 import pointsman
-from pointsman import hf
-from pointsman.hf.audit.blocks import Block, Blocks
-from pointsman.hf.audit.serving import distinct
-from pointsman.hf.audit.trials import halves, mean_of, measured, schedules, super_experts
 from pointsman.hf.gates import find_gates
-from pointsman.hf.text import text_batches
-from pointsman.intervals import ratio, student_quantile
+from pointsman_lab.checkpoints import audit
+from pointsman_lab.checkpoints.audit.blocks import Block, Blocks
+from pointsman_lab.checkpoints.audit.serving import distinct
+from pointsman_lab.checkpoints.audit.trials import halves, mean_of, measured, schedules, super_experts
+from pointsman_lab.checkpoints.text import text_batches
+from pointsman_lab.intervals import ratio, student_quantile
 from tests.library.hf import zoo
-from tests.library.hf.test_audit import WORDS, texts, tokenizer
 from tests.library.hf.test_replace import spread
+from tests.library.hf.zoo import WORDS, texts, tokenizer
 
 
 def test_a_ratio_over_equal_blocks_is_a_mean_with_students_interval() -> None:
@@ -90,7 +90,7 @@ def test_tokens_to_an_answer_against_a_loop_without_a_cache() -> None:
 
     prompts = texts(6)
     task = [(prompt, tokens.decode(generated(prompt, 2, 12)[3 : 4 + place])) for place, prompt in enumerate(prompts)]
-    found = hf.audit(model, tokens, texts(6), top_k=[1, 2], length=16, probe_tokens=0, task=task, answer_tokens=9)
+    found = audit(model, tokens, texts(6), top_k=[1, 2], length=16, probe_tokens=0, task=task, answer_tokens=9)
     for row, k in zip(found.analyses["answers"], (1, 2), strict=True):
         spent, reached = [], []
         for prompt, answer in task:
@@ -109,9 +109,9 @@ def test_tokens_to_an_answer_against_a_loop_without_a_cache() -> None:
 
 def test_joined_blocks_keep_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     model = spread(zoo.tiny_model("mixtral"))
-    whole = hf.audit(model, tokenizer(), texts(12), top_k=[1, 2], length=8, batch_size=4, probe_tokens=0)
+    whole = audit(model, tokenizer(), texts(12), top_k=[1, 2], length=8, batch_size=4, probe_tokens=0)
     monkeypatch.setattr(sys.modules[Blocks.__module__], "MOST", 8)
-    joined = hf.audit(model, tokenizer(), texts(12), top_k=[1, 2], length=8, batch_size=4, probe_tokens=0)
+    joined = audit(model, tokenizer(), texts(12), top_k=[1, 2], length=8, batch_size=4, probe_tokens=0)
     for one, two in zip(whole.quality, joined.quality, strict=True):
         assert one["loss"] == pytest.approx(two["loss"])
         assert two["blocks"] < one["blocks"]
@@ -136,9 +136,9 @@ def two_domains() -> dict[str, list[str]]:
 
 def test_by_domain_and_the_kept_routing() -> None:
     model = spread(zoo.tiny_model("olmoe"))
-    found = hf.audit(model, tokenizer(), two_domains(), top_k=[1, 2], length=24, max_tokens=400, probe_tokens=0)
+    found = audit(model, tokenizer(), two_domains(), top_k=[1, 2], length=24, max_tokens=400, probe_tokens=0)
     assert found.analyses["domains"] == {"a": 200, "b": 200}  # each half of the budget
-    alone = hf.audit(model, tokenizer(), two_domains()["b"], top_k=[2], length=24, max_tokens=200, probe_tokens=0)
+    alone = audit(model, tokenizer(), two_domains()["b"], top_k=[2], length=24, max_tokens=200, probe_tokens=0)
     layer = "model.layers.0.mlp"
     assert found.layers[layer]["domains"]["b"]["share"] == pytest.approx(alone.layers[layer]["load"]["share"])
     own = next(row for row in found.quality if row["top_k"] == 2)
@@ -203,7 +203,7 @@ def test_schedules_of_k_against_setting_it() -> None:
 
 def test_the_tokens_of_an_expert_and_a_sample_of_every_domain() -> None:
     tokens, model = tokenizer(), spread(zoo.tiny_model("olmoe"))
-    found = hf.audit(model, tokens, two_domains(), top_k=[2], length=24, sample_tokens=60, probe_tokens=0)
+    found = audit(model, tokens, two_domains(), top_k=[2], length=24, sample_tokens=60, probe_tokens=0)
     layer = "model.layers.0.mlp"
     top, load = found.layers[layer]["specialisation"]["top"], found.layers[layer]["load"]["share"]
     of = next(one for one in found.analyses["typical"] if one["layer"] == layer and one["tokens"])
@@ -220,7 +220,7 @@ def test_the_tokens_of_an_expert_and_a_sample_of_every_domain() -> None:
 
 
 def test_differences_have_an_interval_on_two_rows_of_text() -> None:
-    found = hf.audit(spread(zoo.tiny_model("mixtral")), tokenizer(), texts(2), top_k=[1, 2], length=24, probe_tokens=0)
+    found = audit(spread(zoo.tiny_model("mixtral")), tokenizer(), texts(2), top_k=[1, 2], length=24, probe_tokens=0)
     change = found.quality[0]["difference"]
     assert change["blocks"] > 4  # quarters of rows
     assert change["half"] > 0
@@ -233,7 +233,7 @@ def test_experts_that_no_token_chooses_can_go_and_a_guessing_model_gets_no_advic
         for gate in find_gates(model):
             gate.module.bias[[2, 5]] = -1e9
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    found = hf.audit(model, tokenizer(), texts(24), top_k=[1, 2], length=16, probe_tokens=400)
+    found = audit(model, tokenizer(), texts(24), top_k=[1, 2], length=16, probe_tokens=400)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     tried = {(one["method"], one["kept"]): one for one in found.analyses["prunings"]}
     assert list(tried) == [(method, size) for size in (7, 6, 4) for method in ("reap", "m-smoe")]
@@ -250,6 +250,6 @@ def test_experts_that_no_token_chooses_can_go_and_a_guessing_model_gets_no_advic
     assert "With k by layer (2, 1; mean 1.5) the loss changes by +0.20% ± 0.10% on held-out text." in told
     assert any("The loss is that of guessing" in line for line in found.findings())
     assert not any("experts a layer" in line or "k = 1" in line for line in found.findings())
-    other = hf.audit(zoo.tiny_model("jetmoe"), tokenizer(), texts(8), top_k=[2], length=16)
+    other = audit(zoo.tiny_model("jetmoe"), tokenizer(), texts(8), top_k=[2], length=16)
     assert other.analyses["prunings"] == []
     assert any("experts that can go left out" in note for note in other.notes)

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pointsman.hf.text import PADDING, TEXT, TextBatch
-from pointsman.intervals import LEAST_BLOCKS, half_width, ratio
+from pointsman_lab.checkpoints.text import PADDING, TEXT, TextBatch
+from pointsman_lab.intervals import LEAST_BLOCKS, half_width, ratio
 
 MOST = 512
 """Blocks that are kept; of more, each two neighbours of a domain become one."""

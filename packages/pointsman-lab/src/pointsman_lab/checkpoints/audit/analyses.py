@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from pointsman.diagnostics.base import number
-from pointsman.hf.audit.blocks import Blocks
-from pointsman.hf.audit.prunings import prunings
-from pointsman.hf.audit.serving import serving
-from pointsman.hf.audit.trials import halves, schedules, super_experts
 from pointsman.hf.gates import survey
-from pointsman.hf.text import TextBatch
 from pointsman.traces import RoutingTrace
-from pointsman.traces.placement import cache, place
+from pointsman_lab.checkpoints.audit.blocks import Blocks
+from pointsman_lab.checkpoints.audit.prunings import prunings
+from pointsman_lab.checkpoints.audit.serving import serving
+from pointsman_lab.checkpoints.audit.trials import halves, schedules, super_experts
+from pointsman_lab.checkpoints.text import TextBatch
+from pointsman_lab.traces.placement import cache, place
 
 TIMES = (1, 16, 128)
 """Numbers of choices that an expert should get from a text for calibration."""

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pointsman.hf.audit.trials import mean_of, measured
-from pointsman.hf.cutting import cut, groups_of
-from pointsman.hf.experts import Observed, expert_sums
 from pointsman.hf.gates import Gate
 from pointsman.hf.listen import GateListener
-from pointsman.hf.text import TEXT, TextBatch
+from pointsman_lab.checkpoints.audit.trials import mean_of, measured
+from pointsman_lab.checkpoints.cutting import cut, groups_of
+from pointsman_lab.checkpoints.outputs import Observed, expert_sums
+from pointsman_lab.checkpoints.text import TEXT, TextBatch
 
 SUPER = 10.0
 """An expert whose largest output is more than SUPER times the median expert's is always kept."""

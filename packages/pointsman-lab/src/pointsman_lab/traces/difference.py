@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from pointsman.traces.noise import LayerDifference, differing, of_layer
 from pointsman.traces.trace import RoutingTrace
+from pointsman_lab.traces.noise import LayerDifference, differing, of_layer
 
 EXPLAINED = 0.5
 """A rearrangement explains a difference if at most this share of the differing tokens differ still."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pointsman.control import set_top_k
-from pointsman.intervals import ratio
+from pointsman_lab.intervals import ratio
 
 ANSWER_TOKENS = 256
 

@@ -11,15 +11,15 @@ from torch import nn
 
 from pointsman._values import check_whole
 from pointsman.diagnostics.observe import evaluating
-from pointsman.hf.audit.analyses import analysed, typical
-from pointsman.hf.audit.answers import ANSWER_TOKENS, Prompt, answers
-from pointsman.hf.audit.blocks import mapped
-from pointsman.hf.audit.plan import routers_of, small_diagnostics, values_of_k
-from pointsman.hf.audit.result import TOLERANCE, AuditResult
-from pointsman.hf.audit.run import AuditRun, finite
-from pointsman.hf.audit.sample import Sample
 from pointsman.hf.listen import GateListener
-from pointsman.hf.text import Conversation, TextBatch, text_batches
+from pointsman_lab.checkpoints.audit.analyses import analysed, typical
+from pointsman_lab.checkpoints.audit.answers import ANSWER_TOKENS, Prompt, answers
+from pointsman_lab.checkpoints.audit.blocks import mapped
+from pointsman_lab.checkpoints.audit.plan import routers_of, small_diagnostics, values_of_k
+from pointsman_lab.checkpoints.audit.result import TOLERANCE, AuditResult
+from pointsman_lab.checkpoints.audit.run import AuditRun, finite
+from pointsman_lab.checkpoints.audit.sample import Sample
+from pointsman_lab.checkpoints.text import Conversation, TextBatch, text_batches
 
 Progress = Callable[[int, int | None], None]
 """Called with the number of tokens read and the largest possible number (None: unknown)."""

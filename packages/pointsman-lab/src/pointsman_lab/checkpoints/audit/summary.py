@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from pointsman._grid import NONE, markdown_table, wrapped
+from pointsman_lab._grid import NONE, markdown_table, wrapped
 
 INTERVALS = (
     "± is half of the 95 % interval: of a loss over rows of text, of a difference over paired quarters of rows, "

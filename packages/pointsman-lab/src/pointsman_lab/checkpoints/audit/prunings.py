@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from pointsman.diagnostics import Diagnostics
-from pointsman.hf.audit.serving import serving
-from pointsman.hf.audit.trials import Rows, mean_of, measured, paired, verdict
-from pointsman.hf.choosing import drawn, plan
-from pointsman.hf.cutting import cut, fewest, groups_of, why_uncut
 from pointsman.hf.gates import find_gates, survey
 from pointsman.hf.listen import GateListener
-from pointsman.hf.text import TEXT, TextBatch
 from pointsman.hf.top_k import gate_top_k
+from pointsman_lab.checkpoints.audit.serving import serving
+from pointsman_lab.checkpoints.audit.trials import Rows, mean_of, measured, paired, verdict
+from pointsman_lab.checkpoints.choosing import drawn, plan
+from pointsman_lab.checkpoints.cutting import cut, fewest, groups_of, why_uncut
+from pointsman_lab.checkpoints.text import TEXT, TextBatch
 
 SIZES = (7 / 8, 3 / 4, 1 / 2)
 METHODS = ("reap", "m-smoe")

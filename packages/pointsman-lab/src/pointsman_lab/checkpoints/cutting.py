@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pointsman.hf.counterpart import correction_bias
-from pointsman.hf.experts import why_unreadable
 from pointsman.hf.gates import Gate, find_gates
-from pointsman.hf.text import TextBatch
 from pointsman.hf.top_k import gate_top_k, max_top_k
 from pointsman.hf.uneven import uneven, with_experts
+from pointsman_lab.checkpoints.outputs import why_unreadable
+from pointsman_lab.checkpoints.text import TextBatch
 
 NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 """Names of the number of experts in configurations."""

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from pointsman.control import set_top_k
 from pointsman.diagnostics import Diagnostics, Fluctuation
 from pointsman.diagnostics.base import map_routing, number
-from pointsman.hf.audit.blocks import Blocks, row_losses
-from pointsman.hf.audit.result import LARGEST, AuditResult
-from pointsman.hf.audit.sample import Sample
 from pointsman.hf.listen import GateListener
-from pointsman.hf.text import KINDS, TEXT, TextBatch, refuse_unknown_tokens
 from pointsman.routing import Routing
 from pointsman.traces import RoutingTrace
+from pointsman_lab.checkpoints.audit.blocks import Blocks, row_losses
+from pointsman_lab.checkpoints.audit.result import LARGEST, AuditResult
+from pointsman_lab.checkpoints.audit.sample import Sample
+from pointsman_lab.checkpoints.text import KINDS, TEXT, TextBatch, refuse_unknown_tokens
 
 KEPT = 8192
 """Text tokens whose experts are kept, for figures across layers and simulations of serving."""

@@ -7,7 +7,8 @@ import re
 import pytest
 import transformers
 
-from tests.library.hf import compatibility, zoo
+from tests.lab.checkpoints import compatibility
+from tests.library.hf import zoo
 
 LEAST = {
     "audit": 60,
@@ -32,7 +33,7 @@ def test_every_class_works_or_is_refused_with_a_reason() -> None:
     assert all(works[feature] >= least for feature, least in LEAST.items()), works
     written = compatibility.PAGE.read_text(encoding="utf-8")
     if f"transformers {transformers.__version__} " in written:
-        assert written == compatibility.page(rows), "run: python tests/library/hf/compatibility.py --write"
+        assert written == compatibility.page(rows), "run: python tests/lab/checkpoints/compatibility.py --write"
 
 
 def test_the_page_names_every_class() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pointsman.traces import RoutingTrace
-from pointsman.traces.placement import balanced, bound, cache, contiguous, imbalance, place, replicated
+from pointsman_lab.traces.placement import balanced, bound, cache, contiguous, imbalance, place, replicated
 
 
 def test_balanced_is_near_the_best_of_all_placements() -> None:

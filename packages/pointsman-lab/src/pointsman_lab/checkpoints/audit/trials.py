@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import nn
 
-from pointsman.hf.audit.blocks import row_losses
-from pointsman.hf.experts import expert_sums, why_unreadable, without_expert
 from pointsman.hf.gates import Gate
-from pointsman.hf.text import TEXT, TextBatch
 from pointsman.hf.top_k import TopKField, gate_top_k
-from pointsman.intervals import ratio
+from pointsman_lab.checkpoints.audit.blocks import row_losses
+from pointsman_lab.checkpoints.outputs import expert_sums, why_unreadable, without_expert
+from pointsman_lab.checkpoints.text import TEXT, TextBatch
+from pointsman_lab.intervals import ratio
 
 TRIED = 8
 """Experts whose output is removed, those with the largest output; all of them in a model with at most EVERY."""

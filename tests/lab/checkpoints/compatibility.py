@@ -1,6 +1,6 @@
 """Which MoE classes of the installed transformers work with what: docs/huggingface-compatibility.md.
 
-python tests/library/hf/compatibility.py --write
+python tests/lab/checkpoints/compatibility.py --write
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from torch import Tensor
 
 import pointsman
 from pointsman import hf
+from pointsman_lab.checkpoints import audit
 from tests.library.hf import zoo
-from tests.library.hf.test_audit import texts, tokenizer
 from tests.library.hf.test_replace import spread
+from tests.library.hf.zoo import texts, tokenizer
 
 PAGE = Path(__file__).parents[3] / "docs" / "huggingface-compatibility.md"
 FEATURES = ("audit", "router", "set_top_k", "replace_routers", "mixers", "materialize", "experts", "upcycle to")
@@ -92,7 +93,7 @@ def examine(kind: str) -> Row:
         return row
 
     def audited() -> None:
-        result = hf.audit(model, tokenizer(), texts(1), length=12)
+        result = audit(model, tokenizer(), texts(1), length=12)
         assert result.layers
         row.routers = list(dict.fromkeys(layer["router"] for layer in result.layers.values() if layer["router"]))
         row.results["router"] = next(
@@ -198,7 +199,7 @@ def page(rows: list[Row]) -> str:
     lines = [
         "# Which Hugging Face classes work with what",
         "",
-        f"Generated with transformers {transformers.__version__} by `python tests/library/hf/compatibility.py "
+        f"Generated with transformers {transformers.__version__} by `python tests/lab/checkpoints/compatibility.py "
         "--write`.",
         "For every model type with experts a tiny random model was built, and each feature tried on it:",
         "",

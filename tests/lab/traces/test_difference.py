@@ -1,0 +1,122 @@
+"""Two traces compared: planted faults are named, noise is predicted, and nothing is said of equal ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pointsman.traces import MISSING, RoutingTrace
+from pointsman_lab.traces import compare, flips
+from tests.library.traces.test_traces import EXPERTS, K, random_trace
+
+
+@pytest.fixture
+def trace() -> RoutingTrace:
+    """Four sequences of 40 tokens with logits."""
+    return random_trace(lengths=(40, 40, 40, 40))
+
+
+def shifted(trace: RoutingTrace) -> RoutingTrace:
+    rows = torch.cat([torch.arange(40).roll(1) + 40 * s for s in range(4)])
+    return trace.rows(rows, trace.lengths)
+
+
+def sequences_exchanged(trace: RoutingTrace) -> RoutingTrace:
+    return trace.rows(torch.arange(160).view(4, 40)[torch.tensor([2, 0, 3, 1])].reshape(-1), trace.lengths)
+
+
+def transposed(trace: RoutingTrace) -> RoutingTrace:
+    return trace.rows(torch.arange(160).view(4, 40).t().reshape(-1), trace.lengths)
+
+
+def layers_misaligned(trace: RoutingTrace) -> RoutingTrace:
+    names = trace.layers
+    parts = {
+        part: {name: getattr(trace, part)[other] for name, other in zip(names, names[1:] + names[:1], strict=True)}
+        for part in ("experts", "weights", "logits")
+        if getattr(trace, part)
+    }
+    return replace(trace, **parts)  # type: ignore[arg-type]
+
+
+def padding_counted(trace: RoutingTrace) -> RoutingTrace:
+    rows = torch.cat([torch.cat([torch.arange(40) + 40 * s, torch.full((5,), 40 * s)]) for s in range(4)])
+    return trace.rows(rows, trace.lengths + 5)
+
+
+def shifted_and_misaligned(trace: RoutingTrace) -> RoutingTrace:
+    return layers_misaligned(shifted(trace))
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (shifted, ["shifted by a token (+1)"]),
+        (sequences_exchanged, ["sequences in another order"]),
+        (transposed, ["batch and sequence exchanged"]),
+        (layers_misaligned, ["layers misaligned by -1"]),
+        (padding_counted, ["padding is counted"]),
+        (shifted_and_misaligned, ["layers misaligned by -1", "shifted by a token (+1)"]),
+    ],
+)
+def test_planted_faults_are_named(
+    fault: Callable[[RoutingTrace], RoutingTrace], told: list[str], trace: RoutingTrace
+) -> None:
+    found = compare(trace, fault(trace))
+    assert sorted(found.kinds) == sorted(told)
+    assert found.after == 0
+    assert found.before > 0.5
+    assert flips(*found.undone) == []
+    assert compare(trace, trace).kinds == ()
+
+
+def test_without_token_ids_and_logits_the_faults_are_named_too(trace: RoutingTrace) -> None:
+    bare = replace(trace, logits={}, weights={})
+    for fault in (shifted, sequences_exchanged, transposed, layers_misaligned, padding_counted):
+        assert compare(bare, fault(bare)).kinds == compare(trace, fault(trace)).kinds
+
+
+@pytest.mark.parametrize("std", [1e-3, 1e-2, 5e-2])
+def test_noise_of_the_logits_flips_as_many_as_predicted(std: float) -> None:
+    trace = random_trace((4000,))
+    torch.manual_seed(1)
+    noisy = {name: one + std * torch.randn(one.shape) for name, one in trace.logits.items()}
+    other = replace(
+        trace, logits=noisy, experts={name: one.topk(K).indices.to(torch.int16) for name, one in noisy.items()}
+    )
+    found = compare(trace, other)
+    assert len(found.kinds) == 1
+    assert found.kinds[0].startswith("noise of the logits")
+    for one in found.layers.values():
+        assert one.predicted == pytest.approx(one.differing, rel=0.35, abs=2e-3)
+        assert one.margin_differing is not None
+        assert one.margin is not None
+        assert one.margin_differing < one.margin / 2  # what flips lies near the boundary
+    for of in flips(trace, other):
+        assert abs(of["flipped"] - of["predicted"]) <= 4 * of["error"] + 2e-3
+    assert [of["low"] for of in flips(trace, other)] == sorted(of["low"] for of in flips(trace, other))
+    assert flips(trace, trace) == []
+    with pytest.raises(ValueError, match="need logits"):
+        flips(replace(trace, logits={}), other)
+
+
+def test_more_than_noise_is_called_so(trace: RoutingTrace) -> None:
+    wrong = {name: one.clone() for name, one in trace.experts.items()}
+    wrong["layers.1"][:40] = (wrong["layers.1"][:40] + 1) % EXPERTS
+    found = compare(trace, replace(trace, experts=wrong))
+    assert len(found.kinds) == 1
+    assert "more than the noise of the logits predicts: layers.1" in found.kinds[0]
+
+
+def test_unrelated_traces_get_no_explanation(trace: RoutingTrace) -> None:
+    found = compare(trace, random_trace((40, 40, 40, 40), seed=7))
+    assert len(found.kinds) == 1
+    assert "and other logits: layers.0, layers.1, layers.2" in found.kinds[0]
+
+
+def test_a_missing_choice_is_no_difference(trace: RoutingTrace) -> None:
+    gone = {name: one.clone().index_fill_(0, torch.tensor([39, 79]), MISSING) for name, one in trace.experts.items()}
+    assert compare(trace, replace(trace, experts=gone)).equal
