@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,9 @@ from pointsman.ops.kernels import Kernels
 from pointsman_lab.data.download import DataProgress
 from pointsman_lab.models.config import build_model
 from pointsman_lab.runs.checkpoints import Checkpoint, open_checkpoint, whole_checkpoint
+from pointsman_lab.runs.comparison import read_plan, saved_runs
 from pointsman_lab.runs.directory import RunDirectory
-from pointsman_lab.runs.paths import VOCABULARY
+from pointsman_lab.runs.paths import VOCABULARY, run_path
 from pointsman_lab.training import best
 from pointsman_lab.training.checkpoint import fitting_model
 from pointsman_lab.training.config import RunConfig
@@ -120,3 +121,15 @@ def model_of(
     build = build or partial(build_model, config.model)
     model = fitting_model(build, config.model.num_layers, checkpoint, best.FILE if chosen else "model")
     return model.to(torch.device(device)).eval(), saved_kernels(config, checkpoint)
+
+
+def runs_at(path: Path, device: str, note: Callable[[str], None]) -> Iterator[Run]:
+    """The run at `path`, or one after the other every run with saved weights of the comparison there."""
+    plan = read_plan(path)
+    if plan is None:
+        yield load_run(path, device=device, note=note)
+        return
+    runs = [run_path(path, router, seed) for router, seed in saved_runs(path, plan, note)]
+    for place, run in enumerate(runs, 1):
+        note(f"{place}/{len(runs)} {run.relative_to(path)}")
+        yield load_run(run, device=device, note=note)

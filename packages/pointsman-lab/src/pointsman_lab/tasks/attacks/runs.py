@@ -28,14 +28,14 @@ from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext
 from pointsman_lab.models.transformer_xl import TransformerXL
 from pointsman_lab.progress import Progress, Stop
 from pointsman_lab.runs.compact import write_record
-from pointsman_lab.runs.comparison import Comparison, read_comparison, read_plan, saved_runs
-from pointsman_lab.runs.paths import run_path, slug
+from pointsman_lab.runs.comparison import Comparison, read_comparison, read_plan
+from pointsman_lab.runs.paths import slug
 from pointsman_lab.runs.record import RunRecord
 from pointsman_lab.tasks.attacks.attacks import Attack, Attacked, attack_texts
 from pointsman_lab.tasks.attacks.table import AttackTable, attack_tables
 from pointsman_lab.tasks.language_modelling.evaluation import EvalProtocol, evaluate
 from pointsman_lab.tasks.language_modelling.task import corpus_of, eval_protocol
-from pointsman_lab.training.run import Run, load_run
+from pointsman_lab.training.run import Run, runs_at
 
 FORMAT = 1
 ROUTING_TOP_K = 2
@@ -49,25 +49,20 @@ def run_attacks(values: argparse.Namespace, device: str) -> int:
     A run of a comparison whose file has all that is asked for is left alone.
     """
     attacks = [Attack(rate, values.attack_seed) for rate in values.attack_rate]
-    plan, name = read_plan(values.run), ""
+    single, name = read_plan(values.run) is None, ""
     with Display() as display, stop_on_signals() as stop:
-        if plan is None:
-            run = load_run(values.run, device=device, note=display.note)
+        for run in runs_at(values.run, device, display.note):
             name, asked, attacked = _asked(run, values, attacks)
-            record = attacked(watch=display, stop=stop, data_progress=display.data)
-            file = write_whole((values.out or values.run) / f"{name}.json", json.dumps(record, indent=2) + "\n")
-            read = RunRecord(values.run, run.config.model.router, run.config.seed, {})
-            alone = Comparison(values.run, {}, [read.router], [read.seed], {(read.router, read.seed): read})
-            print(AttackTable.of(alone, file.stem, [(read, record)]).text())
-            print(f"saved: {file}", file=sys.stderr)
-            return 0
-        paths = [run_path(values.run, router, seed) for router, seed in saved_runs(values.run, plan, display.note)]
-        for place, path in enumerate(paths, 1):
-            display.note(f"{place}/{len(paths)} {path.relative_to(values.run)}")
-            name, asked, attacked = _asked(load_run(path, device=device, note=display.note), values, attacks)
-            file = path / f"{name}.json"
-            if (read_whole_json(file) or {}).get("asked") != asked:
-                write_whole(file, json.dumps({**attacked(watch=display, stop=stop), "asked": asked}, indent=2) + "\n")
+            file = (values.out if single and values.out else run.path) / f"{name}.json"
+            if single or (read_whole_json(file) or {}).get("asked") != asked:
+                record = attacked(watch=display, stop=stop, data_progress=display.data)
+                write_whole(file, json.dumps(record if single else {**record, "asked": asked}, indent=2) + "\n")
+    if single:
+        read = RunRecord(values.run, run.config.model.router, run.config.seed, {})
+        one = Comparison(values.run, {}, [read.router], [read.seed], {(read.router, read.seed): read})
+        print(AttackTable.of(one, file.stem, [(read, record)]).text())
+        print(f"saved: {file}", file=sys.stderr)
+        return 0
     wanted = name.replace("attacks-", "attack-", 1)
     [table] = [one for one in attack_tables(read_comparison(values.run)) if one.name == wanted]
     saved = table.write(values.out or values.run)

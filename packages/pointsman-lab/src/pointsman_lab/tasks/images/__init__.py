@@ -81,9 +81,9 @@ class Images(TaskEntry):
     def run(self, command: str, flags: Any, values: Any, device: str) -> int | None:
         if command != "evaluate" or not values.robust:
             return None
-        from pointsman_lab.tasks.images import cli
+        from pointsman_lab.tasks.images.robust import evaluate_shifted
 
-        return cli.evaluate(values, device)
+        return evaluate_shifted(values, device)
 
     def published(self, run: Any, column: Any, top_k: int | None) -> float | None:
         from pointsman_lab.tasks.images.sections import published

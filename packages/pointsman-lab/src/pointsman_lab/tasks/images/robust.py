@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +17,21 @@ import numpy as np
 from pointsman._errors import RunError, did_you_mean
 from pointsman.ops.kernels import using
 from pointsman_lab._files import read_whole_json, within, write_whole
+from pointsman_lab.cli.progress import Display, stop_on_signals
+from pointsman_lab.cli.runs import write_page
 from pointsman_lab.evaluation.passes import EvaluationContext, eval_top_k
 from pointsman_lab.finetuning.run import identity
-from pointsman_lab.progress import Progress, Quiet, Stop
-from pointsman_lab.runs.comparison import required_plan, saved_runs
-from pointsman_lab.runs.paths import run_path, slug
+from pointsman_lab.progress import Progress, Stop
+from pointsman_lab.runs.comparison import read_comparison, read_plan
+from pointsman_lab.runs.paths import slug
+from pointsman_lab.runs.record import RunRecord
 from pointsman_lab.tasks.images.attacks import ATTACKS, under_gradient_attack
 from pointsman_lab.tasks.images.image_set import ImagePart, ImageSet
+from pointsman_lab.tasks.images.robust_table import robust_tables, shifted_images, table_of
 from pointsman_lab.tasks.images.shifts import Frame, on_hard_images, on_outliers, on_renditions, under_corruptions
 from pointsman_lab.tasks.images.sources import Corrupted, check_corruptions, chosen_rows, rows_of
 from pointsman_lab.tasks.images.task import open_images
-from pointsman_lab.training.run import Run, load_run
+from pointsman_lab.training.run import Run, load_run, runs_at
 
 FORMAT = 1
 KINDS = {
@@ -197,24 +203,6 @@ def _budget(asked: Asked, run: Run) -> int | None:
     return SOME if asked.tokens == "run" and asked.kind in ("c", *ATTACKS) else None
 
 
-def comparison_robustness(
-    out: Path,
-    asked: Asked,
-    *,
-    device: str = "cpu",
-    progress: Progress | None = None,
-    stop: Stop | None = None,
-    predictions: bool = False,
-) -> None:
-    """Writes the record of every run of a comparison that has a checkpoint; those that are there stay."""
-    progress = progress or Quiet()
-    paths = [run_path(out, router, seed) for router, seed in saved_runs(out, required_plan(out), progress.note)]
-    for place, path in enumerate(paths, 1):
-        progress.note(f"{place}/{len(paths)} {path.relative_to(out)}")
-        run = load_run(path, device=device, note=progress.note)
-        save_robustness(run, asked, progress=progress, stop=stop, predictions=predictions)
-
-
 def save_robustness(
     run: Run,
     asked: Asked,
@@ -244,3 +232,32 @@ def save_robustness(
         write_whole(within(file.parent, "predictions", file.stem, name), content)
     write_whole(file, json.dumps(record, indent=2) + "\n")
     return record, file
+
+
+def evaluate_shifted(values: argparse.Namespace, device: str) -> int:
+    """`pointsman evaluate … --robust`: a run, or every run of a comparison, on shifted images; prints and saves.
+
+    In a comparison the records that are there stay.
+    """
+    if values.set or values.attack:
+        raise RunError("pointsman evaluate: --robust goes with neither --set nor --attack")
+    if values.data:
+        raise RunError("--data has no effect on --robust: the images are those of the run; --robust KIND:PATH")
+    tokens = "run" if values.eval_tokens is None else None if values.eval_tokens == "all" else values.eval_tokens
+    asked = Asked.parse(values.robust, split=values.split or "test", top_k=values.top_k, tokens=tokens)
+    single, predictions = read_plan(values.run) is None, bool(values.predictions)
+    with Display() as display, stop_on_signals() as stop:
+        for run in runs_at(values.run, device, display.note):
+            out = values.out if single else None
+            _, file = save_robustness(run, asked, out=out, progress=display, stop=stop, predictions=predictions)
+    if single:
+        read = RunRecord(file.parent, run.config.model.router, run.config.seed, {})
+        print(table_of([read.router], file.stem, {(read.router, read.seed): shifted_images(read, file.stem)}).text())
+        print(f"saved: {file}", file=sys.stderr)
+        return 0
+    for table in robust_tables(read_comparison(values.run)):
+        if table.name == Path(asked.file).stem:
+            table.write(values.out or values.run)
+            print(table.text())
+    print(f"\n{write_page(values.run)}", file=sys.stderr)
+    return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from pointsman_lab._values import finite, mean_of
 from pointsman_lab.report.cell import squared_variation
@@ -16,24 +15,10 @@ from pointsman_lab.tasks.images.robust_table import robust_tables
 
 def sections(comparison: Comparison) -> Sections | None:
     """Shifted images of the comparison's runs, if there are records of them."""
-    shifted = robust(comparison)
+    shifted = robust_tables(comparison)
     if not shifted:
         return None
     return Sections(__package__, [("robust", "Robustness")], {"robust": shifted})
-
-
-def robust(comparison: Comparison) -> list[dict[str, Any]]:
-    """One entry for each kind of shifted images."""
-    return [
-        {
-            "id": f"robust-{i}",
-            "name": table.title,
-            "grids": table.grids,
-            "note": table.note,
-            "by_corruption": table.by_corruption,
-        }
-        for i, table in enumerate(robust_tables(comparison))
-    ]
 
 
 def published(run: RunRecord, column: Column, top_k: int | None) -> float | None:
