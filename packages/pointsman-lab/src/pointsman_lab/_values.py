@@ -9,7 +9,7 @@ import sys
 import types
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, fields
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman._values import check_whole as check_whole
@@ -84,6 +84,25 @@ def typed_value(value: Any, kind: Any, where: str) -> Any:
         return convert(value, kind, where)
     except ValueError as error:
         raise RunError(str(error)) from None
+
+
+def check_fields(settings: Any, zero: Collection[str] = (), leave: Collection[str] = ()) -> None:
+    """Checks what the types of a dataclass's fields say: words that are allowed, and whole numbers from 1.
+
+    Args:
+        zero: whole numbers that may be 0.
+        leave: fields that are checked elsewhere.
+
+    Raises:
+        ValueError: names the field, its value and what is allowed.
+    """
+    kinds = get_type_hints(type(settings))
+    for name in (each.name for each in fields(settings) if each.name not in leave):
+        value, kind = getattr(settings, name), kinds[name]
+        if get_origin(kind) is Literal and value not in get_args(kind):
+            raise ValueError(f"{name}={value!r}: {did_you_mean(str(value), get_args(kind))}")
+        if kind is int or (kind == int | None and value is not None):
+            check_whole(name, value, least=int(name not in zero))
 
 
 def typed_fields(cls: Any, values: Mapping[str, Any], where: str, leave: Collection[str] = ()) -> dict[str, Any]:

@@ -9,12 +9,9 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from pointsman import routers as routers  # registers the named routers
-from pointsman._errors import did_you_mean
-from pointsman.experts.modules import EXPERTS
-from pointsman.ops.feed_forward import ACTIVATIONS
 from pointsman.routers.frame.registry import BASELINES, has_one_k, split_specs
 from pointsman.routers.frame.router import check_top_k
-from pointsman_lab._values import check_whole
+from pointsman_lab._values import check_fields
 
 
 class Layout(NamedTuple):
@@ -137,12 +134,8 @@ class ModelConfig:
     checkpoint_activations: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "dim", "num_heads", "head_dim", "hidden_dim", "num_experts"):
-            check_whole(name, getattr(self, name))
-        if self.expert_hidden_dim is not None:
-            check_whole("expert_hidden_dim", self.expert_hidden_dim)
+        check_fields(self, zero=("shared_experts", "representation"), leave=("top_k", "seed"))
         check_top_k(self.top_k, self.num_experts)
-        check_whole("shared_experts", self.shared_experts, least=0)
         if self.shared_gate and not self.shared_experts:
             raise ValueError("shared_gate=True needs shared_experts, a whole number from 1")
         if not 0 < self.init_std < math.inf:
@@ -150,9 +143,6 @@ class ModelConfig:
         for name in ("dropout", "expert_dropout", "attention_dropout"):
             if not 0 <= (getattr(self, name) or 0) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r}: allowed are numbers from 0 up to, not including, 1")
-        for name, allowed in (("activation", ACTIVATIONS), ("experts", EXPERTS)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r}: {did_you_mean(str(getattr(self, name)), allowed)}")
         object.__setattr__(self, "attention_only", tuple(self.attention_only))
         without = check_layers("attention_only", self.attention_only, list(self.attention_only), self.num_layers)
         if both := sorted(self.layout.sparse & without):

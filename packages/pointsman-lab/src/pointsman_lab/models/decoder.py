@@ -17,9 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pointsman._errors import did_you_mean
 from pointsman.ops.linear import linear
-from pointsman_lab._values import check_whole
 from pointsman_lab.models.attention import Attention
 from pointsman_lab.models.blocks import LayerContext
 from pointsman_lab.models.config import ModelConfig
@@ -88,17 +86,11 @@ class DecoderConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole("vocab_size", self.vocab_size)
-        for name in ("kv_heads", "context_length"):
-            if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name))
         if self.kv_heads is not None and self.num_heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads}: allowed are divisors of num_heads={self.num_heads}")
         for name in ("norm_eps", "rope_theta"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)!r}: allowed are numbers above 0")
-        if self.qk_norm not in (allowed := ("none", "head", "all")):
-            raise ValueError(f"qk_norm={self.qk_norm!r}: {did_you_mean(str(self.qk_norm), allowed)}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim}: allowed are even numbers (rotary positions turn pairs)")
 

@@ -14,11 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pointsman._errors import did_you_mean
 from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear
 from pointsman.routing import check_padding_mask
-from pointsman_lab._values import check_whole
 from pointsman_lab.models.attention import Attention, Bias
 from pointsman_lab.models.blocks import LayerContext, Norm
 from pointsman_lab.models.config import ModelConfig
@@ -64,14 +62,6 @@ class EncoderConfig(ModelConfig):
 
     def build(self) -> Encoder:
         return Encoder(self)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_whole("vocab_size", self.vocab_size)
-        check_whole("max_length", self.max_length)
-        for name, allowed in (("positions", ("learned", "t5")), ("norm", ("post", "pre"))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r}: {did_you_mean(str(getattr(self, name)), allowed)}")
 
 
 class Encoder(Stack[EncoderConfig]):

@@ -18,7 +18,6 @@ from pointsman.ops.linear import linear
 from pointsman.ops.relative import RelativeBias
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routing import AttentionTrace
-from pointsman_lab._values import check_whole
 from pointsman_lab.models.blocks import LayerContext, Norm, TransformerLayer
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.models.initial import initialize, seeded
@@ -131,7 +130,6 @@ class TransformerXLConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole("vocab_size", self.vocab_size)
         if self.dim % 2:
             raise ValueError(f"dim={self.dim}: allowed are even numbers (half sines, half cosines)")
 

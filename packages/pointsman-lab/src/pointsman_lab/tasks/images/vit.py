@@ -17,10 +17,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from pointsman._errors import did_you_mean
 from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear
-from pointsman_lab._values import check_whole
 from pointsman_lab.models.attention import Attention
 from pointsman_lab.models.blocks import LayerContext, Norm
 from pointsman_lab.models.config import ModelConfig
@@ -75,15 +73,6 @@ class VisionTransformerConfig(ModelConfig):
 
     def build(self) -> VisionTransformer:
         return VisionTransformer(self)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("image_size", "patch", "num_classes"):
-            check_whole(name, getattr(self, name))
-        check_whole("representation", self.representation, least=0)
-        for name, allowed in (("pooling", ("token", "mean")), ("loss", ("softmax", "sigmoid"))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r}: {did_you_mean(str(getattr(self, name)), allowed)}")
 
     @property
     def grid(self) -> int:

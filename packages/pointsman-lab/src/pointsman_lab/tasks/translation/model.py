@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear
 from pointsman.routing import AttentionTrace, RouterState
-from pointsman_lab._values import check_whole
 from pointsman_lab.models.attention import Attention
 from pointsman_lab.models.blocks import LayerContext, Norm, RouterStates, Sublayer, TransformerLayer, no_view
 from pointsman_lab.models.config import ModelConfig, parse_moe_layers
@@ -56,10 +55,6 @@ class TranslationConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole("vocab_size", self.vocab_size)
-        check_whole("max_length", self.max_length)
-        if self.decoder_layers is not None:
-            check_whole("decoder_layers", self.decoder_layers)
         parse_moe_layers(self.decoder_moe_layers, self.decoder_layers or self.num_layers)
 
     @property
