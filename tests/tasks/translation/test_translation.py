@@ -19,9 +19,10 @@ pytest.importorskip("sacrebleu")
 from pointsman._errors import RunError
 from pointsman_lab.cli.main import main
 from pointsman_lab.data.pieces import END, START
+from pointsman_lab.data.task_streams import padded
 from pointsman_lab.recipes import preset
 from pointsman_lab.tasks.translation.data import ids_of, load_parallel
-from pointsman_lab.tasks.translation.evaluation import padded, search
+from pointsman_lab.tasks.translation.evaluation import search
 from pointsman_lab.tasks.translation.model import TranslationConfig, Translator
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.run import load_run

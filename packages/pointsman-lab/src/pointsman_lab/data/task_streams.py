@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,15 +75,19 @@ class TaskBatch:
     num_tokens: int
 
 
+def padded(rows: Sequence[Any]) -> Tensor:
+    """Rows of ids as [B, longest], padded with -1."""
+    made = np.full((len(rows), max(map(len, rows))), PADDING, dtype=np.int64)
+    for place, row in enumerate(rows):
+        made[place, : len(row)] = row
+    return torch.from_numpy(made)
+
+
 def collate(encoded: Encoded, places: NDArray[np.int64], device: torch.device) -> TaskBatch:
     """The texts with these indices as one padded batch."""
     rows = [encoded.rows[place] for place in places]
-    lengths = [len(row) for row in rows]
-    tokens = np.full((len(rows), max(lengths)), PADDING, dtype=np.int64)
-    for index, row in enumerate(rows):
-        tokens[index, : len(row)] = row
     labels = torch.from_numpy(encoded.labels[places]).to(device)
-    return TaskBatch(torch.from_numpy(tokens).to(device), labels, tuple(map(int, places)), sum(lengths))
+    return TaskBatch(padded(rows).to(device), labels, tuple(map(int, places)), sum(map(len, rows)))
 
 
 class TaskStream:

@@ -14,7 +14,7 @@ from pointsman._errors import RunError
 from pointsman_lab.data.catalog import data_folder
 from pointsman_lab.data.task_streams import Encoded, TaskStream, eval_batches
 from pointsman_lab.data.vocabulary import IdArray, Vocabulary
-from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, Pass, evaluated
+from pointsman_lab.evaluation.passes import EvaluationContext, Pass, evaluated
 from pointsman_lab.finetuning.settings import Defaults, Finetuning
 from pointsman_lab.finetuning.task import FineTuning
 from pointsman_lab.models.classifier import Classifier
@@ -101,15 +101,34 @@ class Classification(FineTuning):
     def reported_split(self, config: RunConfig) -> str:
         return self.reported
 
+    @torch.no_grad()
     def evaluate(
         self, model: Any, config: RunConfig, split: str, top_k: Sequence[int], context: EvaluationContext
     ) -> list[dict[str, Any]]:
+        """Classifies every example at every k of `top_k`.
+
+        Returns:
+            For each k: {"split", "top_k", "nats", "metric": "accuracy", "value", "examples", "tokens", "routers"}:
+            `value` is the share of examples whose class was found (0 to 1), `nats` the mean cross-entropy of their
+            labels.
+        """
         self.rows(config, split)  # refuses a part that the task lacks
         self.reported = split if context.final else self.reported
-        return evaluate_task(
-            model, self.scored(split, config), split=split, top_k=top_k, batch_size=config.eval_batch_size,
-            how=context,
-        )  # fmt: skip
+        encoded, batch_size = self.scored(split, config), config.eval_batch_size
+        device, count = next(model.parameters()).device, len(encoded)
+
+        def one_pass(one: Pass) -> dict[str, Any]:
+            right, nats, tokens = 0, 0.0, 0
+            for batch in one.read(eval_batches(encoded, batch_size, device)):
+                with one.forward((batch.tokens >= 0).reshape(-1)):
+                    logits: Tensor = model(batch.tokens)
+                nats += float(F.cross_entropy(logits.double(), batch.labels, reduction="sum"))
+                right += int((logits.argmax(-1) == batch.labels).sum())
+                tokens += batch.num_tokens
+            figures = {"nats": nats / count, "metric": "accuracy", "value": right / count}
+            return {**figures, "examples": count, "tokens": tokens}
+
+        return evaluated(model, top_k, one_pass, split=split, batches=-(-count // batch_size), how=context)
 
     def rows(self, config: RunConfig, split: str) -> Mapping[str, Encoded]:
         if split not in self.data.splits:
@@ -165,36 +184,3 @@ def end_mark(vocabulary: Vocabulary) -> IdArray:
 def cut(ids: IdArray, mark: IdArray, max_length: int) -> IdArray:
     """`ids` and the end mark, in at most `max_length` tokens."""
     return np.concatenate([ids[: max_length - len(mark)], mark])
-
-
-@torch.no_grad()
-def evaluate_task(
-    model: Classifier,
-    encoded: Encoded,
-    *,
-    split: str,
-    top_k: Sequence[int],
-    batch_size: int = 32,
-    how: EvaluationContext = PLAIN,
-) -> list[dict[str, Any]]:
-    """Classifies every example at every k of `top_k`.
-
-    Returns:
-        For each k: {"split", "top_k", "nats", "metric": "accuracy", "value", "examples", "tokens", "routers"}: `value`
-        is the share of examples whose class was found (0 to 1), `nats` the mean cross-entropy of their labels.
-    """
-    device = next(model.parameters()).device
-
-    def one_pass(one: Pass) -> dict[str, Any]:
-        right, nats, tokens = 0, 0.0, 0
-        for batch in one.read(eval_batches(encoded, batch_size, device)):
-            with one.forward((batch.tokens >= 0).reshape(-1)):
-                logits: Tensor = model(batch.tokens)
-            nats += float(F.cross_entropy(logits.double(), batch.labels, reduction="sum"))
-            right += int((logits.argmax(-1) == batch.labels).sum())
-            tokens += batch.num_tokens
-        count = len(encoded)
-        figures = {"nats": nats / count, "metric": "accuracy", "value": right / count}
-        return {**figures, "examples": count, "tokens": tokens}
-
-    return evaluated(model, top_k, one_pass, split=split, batches=-(-len(encoded) // batch_size), how=how)

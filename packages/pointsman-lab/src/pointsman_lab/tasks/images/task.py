@@ -15,10 +15,10 @@ from pointsman.diagnostics.diagnose import Batch
 from pointsman.ranks import ALONE, Ranks
 from pointsman_lab.data.catalog import data_folder
 from pointsman_lab.data.download import DataProgress
-from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, Pass, draws, evaluated
+from pointsman_lab.evaluation.passes import EvaluationContext, Pass, draws, evaluated
 from pointsman_lab.tasks.images.augment import Augmentation, ImageStream, evaluation_batches
-from pointsman_lab.tasks.images.image_set import ClassNames, ImagePart, ImageSet, load_images
-from pointsman_lab.tasks.images.vit import VisionTransformer, VisionTransformerConfig
+from pointsman_lab.tasks.images.image_set import ClassNames, ImageSet, load_images
+from pointsman_lab.tasks.images.vit import VisionTransformerConfig
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.kernels import autocast
 from pointsman_lab.training.objectives import Loss, Objective, Outcome, logits_alone, objective_of
@@ -46,53 +46,6 @@ def predictions(logits: Tensor, labels: Tensor) -> str:
     most, found = logits.softmax(-1).max(-1)
     rows = zip(labels.tolist(), found.tolist(), most.tolist(), strict=True)
     return "".join(f"{label},{best},{confidence!r}\n" for label, best, confidence in rows)
-
-
-@torch.no_grad()
-def evaluate_images(
-    model: VisionTransformer,
-    part: ImagePart,
-    *,
-    split: str,
-    top_k: Sequence[int],
-    batch_size: int,
-    budget: int | None = None,
-    how: EvaluationContext = PLAIN,
-    keep: dict[int, str] | None = None,
-) -> list[dict[str, Any]]:
-    """Classifies every image at every k of `top_k`.
-
-    Returns:
-        For each k: {"split", "top_k", "nats", "metric": "accuracy", "value", "images", "tokens", "per_class",
-        "routers"}: `value` is the share of images whose class was found (0 to 1), `per_class` that of each class (None
-        without images), `nats` the mean of `image_nats`. With at least 50 classes also "top5".
-    """
-    images = len(part) if budget is None else min(budget, len(part))
-    ranks = ALONE if draws(model) else how.ranks
-
-    def one_pass(one: Pass) -> dict[str, Any]:
-        scores = _Scores(model.config.num_classes, model.config.loss)
-        seen = []
-        for (inputs, labels), counts in one.share(_batches(model, part, batch_size, budget)):
-            with one.forward(counts=counts):
-                logits = model(inputs)
-            if counts:
-                scores.update(logits.cpu(), labels)
-                seen.append(predictions(logits.double().cpu(), labels) if keep is not None else "")
-        if keep is not None:
-            keep[one.top_k] = "".join(seen)
-        scores.gather(ranks)
-        figures = scores.result()
-        return {**figures, "tokens": figures["images"] * model.config.tokens}
-
-    return evaluated(model, top_k, one_pass, split=split, batches=-(-images // batch_size), how=how, ranks=ranks)
-
-
-def _batches(
-    model: VisionTransformer, part: ImagePart, batch_size: int, budget: int | None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    device = next(model.parameters()).device
-    return ((images.to(device), labels) for images, labels in evaluation_batches(part, batch_size, budget))
 
 
 class _Scores:
@@ -188,19 +141,40 @@ class ImageClassification(Task):
     def validation_split(self, config: RunConfig) -> str | None:
         return "valid" if "valid" in self.images.splits else None
 
+    @torch.no_grad()
     def evaluate(
         self, model: Any, config: RunConfig, split: str, top_k: Sequence[int], context: EvaluationContext
     ) -> list[dict[str, Any]]:
-        return evaluate_images(
-            model,
-            self.images.split(split),
-            split=split,
-            top_k=top_k,
-            batch_size=config.eval_batch_size,
-            budget=self.budget(config, config.eval_tokens if context.final else config.valid_tokens),
-            how=context,
-            keep=self._kept if self.keeps else None,
-        )
+        """Classifies every image at every k of `top_k`.
+
+        Returns:
+            For each k: {"split", "top_k", "nats", "metric": "accuracy", "value", "images", "tokens", "per_class",
+            "routers"}: `value` is the share of images whose class was found (0 to 1), `per_class` that of each class
+            (None without images), `nats` the mean of `image_nats`. With at least 50 classes also "top5".
+        """
+        part, batch_size = self.images.split(split), config.eval_batch_size
+        budget = self.budget(config, config.eval_tokens if context.final else config.valid_tokens)
+        images = len(part) if budget is None else min(budget, len(part))
+        ranks = ALONE if draws(model) else context.ranks
+        device = next(model.parameters()).device
+
+        def one_pass(one: Pass) -> dict[str, Any]:
+            scores = _Scores(model.config.num_classes, model.config.loss)
+            seen = []
+            for (inputs, labels), counts in one.share(evaluation_batches(part, batch_size, budget)):
+                with one.forward(counts=counts):
+                    logits = model(inputs.to(device))
+                if counts:
+                    scores.update(logits.cpu(), labels)
+                    seen.append(predictions(logits.double().cpu(), labels) if self.keeps else "")
+            if self.keeps:
+                self._kept[one.top_k] = "".join(seen)
+            scores.gather(ranks)
+            figures = scores.result()
+            return {**figures, "tokens": figures["images"] * model.config.tokens}
+
+        batches = -(-images // batch_size)
+        return evaluated(model, top_k, one_pass, split=split, batches=batches, how=context, ranks=ranks)
 
     def result_files(self, config: RunConfig) -> Mapping[str, str]:
         """Class, prediction and confidence of every image at the k of training, if they were kept."""

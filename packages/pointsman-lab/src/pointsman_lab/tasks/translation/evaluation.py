@@ -5,19 +5,14 @@ Shapes: B sources, R rows of hypotheses, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pointsman._errors import needing
-from pointsman_lab.data.pieces import END, START, Pieces
-from pointsman_lab.data.task_streams import PADDING
-from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, Pass, evaluated
+from pointsman_lab.data.pieces import END, START
 from pointsman_lab.models.memory import Memory
-from pointsman_lab.tasks.translation.data import Pairs, ids_of
 from pointsman_lab.tasks.translation.model import Translator
 
 LONGER, MORE = 1.2, 10  # a translation has at most 1.2 S + 10 tokens
@@ -80,70 +75,8 @@ def search(model: Translator, source: Tensor, beam: int = 1) -> list[list[int]]:
     return [max(found, key=lambda one: one[0])[1] for found in finished]
 
 
-def padded(rows: Sequence[Any]) -> Tensor:
-    """Rows of ids as [B, longest], padded with -1."""
-    made = np.full((len(rows), max(map(len, rows))), PADDING, dtype=np.int64)
-    for place, row in enumerate(rows):
-        made[place, : len(row)] = row
-    return torch.from_numpy(made)
-
-
-@torch.no_grad()
-def evaluate_translation(
-    model: Translator,
-    pieces: Pieces,
-    parts: Mapping[str, Pairs],
-    *,
-    split: str,
-    top_k: Sequence[int],
-    beam: int,
-    length: int,
-    batch_size: int,
-    how: EvaluationContext = PLAIN,
-    keep: dict[int, dict[str, list[str]]] | None = None,
-) -> list[dict[str, Any]]:
-    """Translates every part and scores it at every k.
-
-    Returns:
-        For each k: {"split", "top_k", "nats": None, "metric": "bleu", "tokens": pieces of the sources, "value": mean
-        over source languages, "chrf", "signature", "languages": {language: {"value", "chrf", "sentences"}},
-        "routers": of the encoder's side}.
-    """
-    metrics = _metrics()
-    device = next(model.parameters()).device
-
-    def one_pass(one: Pass) -> dict[str, Any]:
-        languages: dict[str, dict[str, Any]] = {}
-        kept: dict[str, list[str]] = {}
-        read = 0
-        for language, pairs in parts.items():
-            sources = [ids_of(each, pieces, length) for each, _ in pairs]
-            read += sum(map(len, sources))
-            order = sorted(range(len(sources)), key=lambda place: len(sources[place]))
-            kept[language] = found = [""] * len(pairs)
-            for start in one.read(range(0, len(order), batch_size)):
-                places = order[start : start + batch_size]
-                source = padded([sources[place] for place in places]).to(device)
-                if one.summary:
-                    with one.forward():
-                        model.encode(source)
-                with one.forward(counts=False):
-                    for place, ids in zip(places, search(model, source, beam), strict=True):
-                        found[place] = pieces.decode(ids)
-            references = [[other for _, other in pairs]]
-            bleu, chrf = (metric.corpus_score(found, references).score for metric in metrics)
-            languages[language] = {"value": bleu, "chrf": chrf, "sentences": len(pairs)}
-        if keep is not None:
-            keep[one.top_k] = kept
-        means = {key: float(np.mean([each[key] for each in languages.values()])) for key in ("value", "chrf")}
-        signature = [str(metric.get_signature()) for metric in metrics]
-        return {"nats": None, "metric": "bleu", "tokens": read, **means, "signature": signature, "languages": languages}
-
-    total = sum(-(-len(pairs) // batch_size) for pairs in parts.values())
-    return evaluated(model, top_k, one_pass, split=split, batches=total, how=how)
-
-
-def _metrics() -> tuple[Any, Any]:
+def scorers() -> tuple[Any, Any]:
+    """BLEU and chrF."""
     with needing("BLEU needs sacrebleu", "translate"):
         from sacrebleu.metrics.bleu import BLEU
         from sacrebleu.metrics.chrf import CHRF

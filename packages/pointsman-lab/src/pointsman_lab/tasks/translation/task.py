@@ -15,10 +15,10 @@ from pointsman.diagnostics.diagnose import Batch
 from pointsman_lab.data.download import DataProgress
 from pointsman_lab.data.pieces import START, Pieces, shares
 from pointsman_lab.data.streams import IGNORE
-from pointsman_lab.data.task_streams import PADDING, Encoded, TaskStream, eval_batches
-from pointsman_lab.evaluation.passes import EvaluationContext
+from pointsman_lab.data.task_streams import PADDING, Encoded, TaskStream, eval_batches, padded
+from pointsman_lab.evaluation.passes import EvaluationContext, Pass, evaluated
 from pointsman_lab.tasks.translation.data import Pairs, ParallelText, ids_of, open_parallel
-from pointsman_lab.tasks.translation.evaluation import LENGTH_PENALTY, LONGER, MORE, evaluate_translation
+from pointsman_lab.tasks.translation.evaluation import LENGTH_PENALTY, LONGER, MORE, scorers, search
 from pointsman_lab.tasks.translation.model import TranslationConfig
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.objectives import Objective, class_loss, logits_alone, objective_of
@@ -67,10 +67,7 @@ class Translation(Task):
         """Rows of source ids, labels [n, T] of target ids, padded with -1."""
         rows = tuple(ids_of(one, self.vocabulary, length) for one, _ in pairs)
         targets = [ids_of(other, self.vocabulary, length) for _, other in pairs]
-        labels = np.full((len(pairs), max(map(len, targets))), PADDING, dtype=np.int64)
-        for place, row in enumerate(targets):
-            labels[place, : len(row)] = row
-        return Encoded(rows, labels, 0)
+        return Encoded(rows, padded(targets).numpy(), 0)
 
     def observed(self, config: RunConfig, split: str, tokens: int | None, device: torch.device) -> Observed:
         """Pairs of a part, the right translation as the decoder's input; groups are source languages."""
@@ -119,28 +116,54 @@ class Translation(Task):
             model, class_loss, logits_alone, label_smoothing=config.label_smoothing, weighted_by_targets=True
         )
 
+    @torch.no_grad()
     def evaluate(
         self, model: Any, config: RunConfig, split: str, top_k: Sequence[int], context: EvaluationContext
     ) -> list[dict[str, Any]]:
+        """Translates every language's part and scores it at every k.
+
+        Returns:
+            For each k: {"split", "top_k", "nats": None, "metric": "bleu", "tokens": pieces of the sources, "value":
+            mean over source languages, "chrf", "signature", "languages": {language: {"value", "chrf", "sentences"}},
+            "routers": of the encoder's side}.
+        """
         if split not in ("valid", "test"):
             raise RunError(f"translation has no {split} part to score: allowed are valid and test")
-        tokens = config.eval_tokens if context.final else config.valid_tokens
-        parts = self.text.parts[split]
-        count = self._budget(tokens, split)
+        count = self._budget(config.eval_tokens if context.final else config.valid_tokens, split)
+        beam, batch_size = config.own["beam"] if context.final else 1, config.eval_batch_size
         self._kept = {}
-        self._scored = {language: pairs[:count] for language, pairs in parts.items()}
-        return evaluate_translation(
-            model,
-            self.vocabulary,
-            self._scored,
-            split=split,
-            top_k=top_k,
-            beam=config.own["beam"] if context.final else 1,
-            length=config.segment_length,
-            batch_size=config.eval_batch_size,
-            how=context,
-            keep=self._kept,
-        )
+        self._scored = {language: pairs[:count] for language, pairs in self.text.parts[split].items()}
+        metrics = scorers()
+        device = next(model.parameters()).device
+
+        def one_pass(one: Pass) -> dict[str, Any]:
+            languages: dict[str, dict[str, Any]] = {}
+            self._kept[one.top_k] = kept = {}
+            read = 0
+            for language, pairs in self._scored.items():
+                sources = [ids_of(each, self.vocabulary, config.segment_length) for each, _ in pairs]
+                read += sum(map(len, sources))
+                order = sorted(range(len(sources)), key=lambda place: len(sources[place]))
+                kept[language] = found = [""] * len(pairs)
+                for start in one.read(range(0, len(order), batch_size)):
+                    places = order[start : start + batch_size]
+                    source = padded([sources[place] for place in places]).to(device)
+                    if one.summary:
+                        with one.forward():
+                            model.encode(source)
+                    with one.forward(counts=False):
+                        for place, ids in zip(places, search(model, source, beam), strict=True):
+                            found[place] = self.vocabulary.decode(ids)
+                references = [[other for _, other in pairs]]
+                bleu, chrf = (metric.corpus_score(found, references).score for metric in metrics)
+                languages[language] = {"value": bleu, "chrf": chrf, "sentences": len(pairs)}
+            means = {key: float(np.mean([each[key] for each in languages.values()])) for key in ("value", "chrf")}
+            signature = [str(metric.get_signature()) for metric in metrics]
+            figures = {"nats": None, "metric": "bleu", "tokens": read, **means}
+            return {**figures, "signature": signature, "languages": languages}
+
+        batches = sum(-(-len(pairs) // batch_size) for pairs in self._scored.values())
+        return evaluated(model, top_k, one_pass, split=split, batches=batches, how=context)
 
     def result_files(self, config: RunConfig) -> Mapping[str, str]:
         """Translations at the k of training, else the largest, and references, a sentence a line, as sacrebleu reads
