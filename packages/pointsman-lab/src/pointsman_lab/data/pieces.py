@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from pointsman._errors import RunError, needing
 from pointsman_lab._files import parse_json, read_ordinary
+from pointsman_lab.data.vocabulary import Symbols
 
 START, PAD, END, UNKNOWN = 0, 1, 2, 3
 MASK = "<mask>"
@@ -33,7 +34,7 @@ _PUBLISHED = (1, -1, 2, 0)
 PUBLISHED_NAME = "sentencepiece.bpe.model"
 
 
-class Pieces:
+class Pieces(Symbols):
     """A SentencePiece model.
 
     Attributes:
@@ -94,15 +95,6 @@ class Pieces:
     def digest(self) -> str:
         """64 bits in hexadecimal that tell models apart."""
         return hashlib.sha256(self.model).hexdigest()[:16]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Pieces) and self.model == other.model
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
-
-    def __repr__(self) -> str:
-        return f"Pieces(size={self.size}, digest={self.digest!r})"
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Ids [n], without `<s>` and `</s>`."""

@@ -55,12 +55,6 @@ class Subwords(Vocabulary):
         self.level = "subword"
         self.symbols = tuple(names.get(index, "") for index in range(max(names) + 1))
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Subwords) and self.to_json() == other.to_json()
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
-
     @cached_property
     def unknown_id(self) -> int | None:
         """The id that stands for text without one; None of a tokenizer that has ids for everything."""
@@ -81,9 +75,6 @@ class Subwords(Vocabulary):
             return None
         token = token.get("content") if isinstance(token, dict) else token
         return self.tokenizer.token_to_id(token) if isinstance(token, str) else None
-
-    def encode(self, text: str | bytes) -> NDArray[np.int64]:
-        return self.encode_compact(text)[0].astype(np.int64)
 
     def encode_compact(self, text: str | bytes) -> tuple[IdArray, int]:
         if isinstance(text, bytes):

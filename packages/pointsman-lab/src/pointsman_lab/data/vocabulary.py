@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,16 +34,33 @@ _WHITE_SPACE = b" \t\n\r\v\f"
 IdArray = NDArray[np.integer[Any]]
 
 
-class Symbols(Protocol):
-    """What ids or labels stand for: a `Vocabulary`, or what another task has."""
+class Symbols(ABC):
+    """What ids or labels stand for: a `Vocabulary`, or what another task has. They are equal by kind and digest."""
+
+    level: Any
 
     @property
-    def size(self) -> int: ...
+    @abstractmethod
+    def size(self) -> int:
+        """The number of ids."""
 
-    @property
-    def digest(self) -> str: ...
+    @abstractmethod
+    def to_json(self) -> str:
+        """The content of vocabulary.json."""
 
-    def to_json(self) -> str: ...
+    @cached_property
+    def digest(self) -> str:
+        """A 64-bit hash (hexadecimal)."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(self)) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(level={self.level!r}, size={self.size})"
 
 
 class _WordIndex(dict[str, int]):
@@ -52,7 +70,7 @@ class _WordIndex(dict[str, int]):
         return -1
 
 
-class Vocabulary:
+class Vocabulary(Symbols):
     """The mapping between token ids and symbols.
 
     Args:
@@ -103,15 +121,6 @@ class Vocabulary:
     def __len__(self) -> int:
         return self.size
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Vocabulary) and (self.level, self.symbols) == (other.level, other.symbols)
-
-    def __hash__(self) -> int:
-        return hash((self.level, self.symbols))
-
-    def __repr__(self) -> str:
-        return f"Vocabulary(level={self.level!r}, size={self.size})"
-
     @property
     def dtype(self) -> np.dtype[Any]:
         """The smallest integer type that holds every id."""
@@ -131,11 +140,6 @@ class Vocabulary:
     def end_of_line_id(self) -> int | None:
         """The id of `<eos>` in a word-level vocabulary that keeps newlines, else None."""
         return self._index.get(END_OF_LINE) if self.level == "word" else None
-
-    @cached_property
-    def digest(self) -> str:
-        """A 64-bit hash (hexadecimal)."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def encode(self, text: str | bytes) -> NDArray[np.int64]:
         """Ids [tokens] of any text: a string, or its bytes in UTF-8.

@@ -18,6 +18,7 @@ from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._files import parse_json, read_ordinary
 from pointsman_lab.data.catalog import SPLITS
 from pointsman_lab.data.reading import reading
+from pointsman_lab.data.vocabulary import Symbols
 from pointsman_lab.tasks.images.layouts import LabelledImages, Layout, Pixels, open_layout
 
 IMAGE_SETS = {
@@ -247,7 +248,7 @@ def _decoded(part: LabelledImages, row: int, size: int | None, side: int) -> Pix
 
 
 @dataclass(frozen=True)
-class ClassNames:
+class ClassNames(Symbols):
     """The classes that a run on images has learned."""
 
     names: tuple[str, ...]
@@ -258,17 +259,11 @@ class ClassNames:
         """C, the number of classes."""
         return len(self.names)
 
-    @property
-    def digest(self) -> str:
-        """Equal if and only if all names are."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
-
     def decode(self, labels: Iterable[int]) -> str:
         """The names of these labels."""
         return ", ".join(self.names[label] for label in labels)
 
     def to_json(self) -> str:
-        """The content of vocabulary.json."""
         return json.dumps({"level": self.level, "names": list(self.names)}) + "\n"
 
     @classmethod
