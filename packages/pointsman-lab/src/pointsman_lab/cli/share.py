@@ -38,6 +38,7 @@ def run(words: Sequence[str]) -> int:
     out = values.out or Path(f"{values.folder.resolve().name}{ENDING}")
     if out.is_dir():
         raise RunError(f"pointsman share: --out {out}: this is a folder; allowed is a file")
+    cells = None
     if (values.folder / EXAM).is_file():
         from pointsman_lab.exam.cell import path_of
         from pointsman_lab.exam.exam import collect, plan_in
@@ -47,9 +48,10 @@ def run(words: Sequence[str]) -> int:
             path_of(values.folder, *place).relative_to(values.folder).as_posix(): cell
             for place, cell in collect(plan, values.folder).items()
         }
-        print(share(values.folder, out, bibtex(plan.rows), cells))
-        return 0
-    print(share(values.folder, out, bibtex(read(values.folder).routers)))
+        routers: Sequence[str] = plan.rows
+    else:
+        routers = read(values.folder).routers
+    print(share(values.folder, out, bibtex(routers), cells))
     return 0
 
 
@@ -82,6 +84,7 @@ def open_parser() -> Parser:
 
 def run_open(words: Sequence[str]) -> int:
     values = open_parser().read(words)
+    from pointsman_lab._files import read_text
     from pointsman_lab.report.results import write_tables
     from pointsman_lab.runs.sharing import EXAM, open_shared
 
@@ -91,7 +94,7 @@ def run_open(words: Sequence[str]) -> int:
     found = open_shared(values.file, out)
     for source in found.sources:
         print(f"--- {source}, as the sender had it; nothing of it was run")
-        print(printable_source(source))
+        print("\n".join(printable(line) for line in read_text(source).splitlines()))
         print(f"--- end of {source}; read it, then name it with --import {source} to evaluate with it\n")
     for module in found.modules:
         print(printable(f"routers came from the module {module!r}, which is not in the file"))
@@ -111,15 +114,7 @@ def run_open(words: Sequence[str]) -> int:
         card = Card(plan.tasks, collect(plan, out), plan.rows)
         card.print()
         print(f"page: {write_card(card, out)}", file=sys.stderr)
-        print(out)
-        return 0
-    print(write_page(out), file=sys.stderr)
+    else:
+        print(write_page(out), file=sys.stderr)
     print(out)
     return 0
-
-
-def printable_source(file: Path) -> str:
-    """A source file without what a terminal would obey."""
-    from pointsman_lab._files import read_text
-
-    return "\n".join(printable(line) for line in read_text(file).splitlines())

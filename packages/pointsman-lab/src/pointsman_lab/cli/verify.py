@@ -95,8 +95,12 @@ def faults(root: Path, kind: str) -> Iterator[str]:
 
 def checks(root: Path, kind: str) -> Iterator[Check]:
     """What each command that reads the folder does, the smallest parts first."""
+    from pointsman.traces import RoutingTrace
+    from pointsman_lab.report.page import render
+    from pointsman_lab.runs.checkpoints import open_checkpoint
+
     if kind == "a routing trace":
-        yield root, partial(_trace, root)
+        yield root, partial(RoutingTrace.load, root)
         return
     theirs = kind == "a Hugging Face model"
     places = list(entries(root))
@@ -108,13 +112,13 @@ def checks(root: Path, kind: str) -> Iterator[Check]:
         elif place.name == CONFIG and (place.parent / CHECKPOINTS).is_dir() and not theirs:
             yield place.parent, partial(_run, place.parent)
         elif place.name.startswith("step-") and place.parent.name == CHECKPOINTS and place.is_dir():
-            yield place, partial(_checkpoint, place)
+            yield place, partial(open_checkpoint, place)
         elif place.name == CHECKPOINTS and not os.path.lexists(place.parent / CONFIG):
             yield place.parent, partial(_refuse, f"{place.parent}: checkpoints without {CONFIG}")
     if kind == "a checkpoint":
-        yield root, partial(_checkpoint, root)
+        yield root, partial(open_checkpoint, root)
     elif kind in ("a run", "an audit", "a comparison"):
-        yield root, partial(_page, root)
+        yield root, lambda: render(read(root))
         yield root, partial(_finished, root)
 
 
@@ -153,9 +157,11 @@ def _entry(root: Path, place: Path, theirs: bool) -> None:
         for _ in read_record(place.parent):
             pass
     elif known:
+        from pointsman_lab.report.inside import readable
+
         found = read_json(place) or {}
-        if place.name == EXPLORER:
-            _explorer(place, found)
+        if place.name == EXPLORER and not readable(found):
+            raise RunError(f"{place}: no whole sample; `report` makes it anew or leaves it out")
 
 
 def _vocabulary(file: Path) -> None:
@@ -175,21 +181,8 @@ def _metrics(file: Path) -> None:
         raise RunError(f"{file}: {lines - rows:,} of {lines:,} lines are no whole rows and are passed over")
 
 
-def _explorer(file: Path, found: dict[str, object]) -> None:
-    from pointsman_lab.report.inside import readable
-
-    if not readable(found):
-        raise RunError(f"{file}: no whole sample; `report` makes it anew or leaves it out")
-
-
 def _refuse(line: str) -> None:
     raise RunError(line)
-
-
-def _checkpoint(folder: Path) -> None:
-    from pointsman_lab.runs.checkpoints import open_checkpoint
-
-    open_checkpoint(folder)
 
 
 def _run(folder: Path) -> None:
@@ -199,23 +192,11 @@ def _run(folder: Path) -> None:
     (load_finetuned if is_finetuned(folder) else load_run)(folder)
 
 
-def _trace(file: Path) -> None:
-    from pointsman.traces import RoutingTrace
-
-    RoutingTrace.load(file)
-
-
 def _tensors(file: Path) -> None:
     from pointsman_lab.training.checkpoint import open_tensors
 
     with open_tensors(file.resolve()):
         pass
-
-
-def _page(root: Path) -> None:
-    from pointsman_lab.report.page import render
-
-    render(read(root))
 
 
 def _finished(root: Path) -> None:

@@ -42,18 +42,14 @@ def download(name: str, folder: Path, progress: DataProgress | None = None) -> N
     except OSError as error:
         raise RunError(f"{name} cannot be downloaded: {target} cannot be created: {error.strerror}") from None
     if name in PAGES:
-        _from_page(name, target, progress)
+        from_address(name, PAGES[name], target / f"{name}.zip", progress)
     else:
         _from_hub(name, target, progress)
 
 
-def _from_page(name: str, target: Path, progress: DataProgress | None) -> None:
+def from_address(name: str, address: str, path: Path, progress: DataProgress | None) -> None:
+    """Downloads the file of `name`, whose text has the size and MD5 of the catalog."""
     size, md5 = sum(CORPORA[name].sizes), CORPORA[name].md5
-    from_address(name, PAGES[name], target / f"{name}.zip", size, md5, progress)
-
-
-def from_address(name: str, address: str, path: Path, size: int, md5: str, progress: DataProgress | None) -> None:
-    """Downloads one file of `name`, whose text has this size and MD5."""
 
     def write(aside: Path) -> None:
         with urlopen(address, timeout=_TIMEOUT_SECONDS) as answer, open_new(aside) as file:
@@ -75,7 +71,7 @@ def _from_hub(name: str, target: Path, progress: DataProgress | None) -> None:
     for split, expected in WIKITEXT_TOKENS[name].items():
 
         def write(path: Path, split: str = split, expected: int = expected) -> None:
-            rows = hub_rows(name, WIKITEXT_REPOSITORY, f"{name}-v1", _HUB_SPLITS[split])
+            rows = hub_rows(name, f"{name}-v1", _HUB_SPLITS[split])
             tokens = 0
             with open_new(path) as file:
                 for line in _lines(rows, f"reading {name} {split}", progress):
@@ -89,20 +85,15 @@ def _from_hub(name: str, target: Path, progress: DataProgress | None) -> None:
             _write_aside(name, path, write)
 
 
-def hub_rows(name: str, repository: str, config: str | None, split: str) -> Any:
-    """The rows of one split from the Hugging Face hub."""
-    return on_hub(name, lambda datasets: datasets.load_dataset(repository, config, split=split))
-
-
-def on_hub(name: str, ask: Callable[[Any], Any]) -> Any:
-    """What `ask(datasets)` returns, without the hub library's warnings about retries."""
+def hub_rows(name: str, config: str, split: str) -> Any:
+    """The rows of one split of WikiText from the Hugging Face hub, without its library's warnings about retries."""
     with needing(f"{name} {NOT_HERE}, and the hub needs", "hf"):
         import datasets
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        return ask(datasets)
+        return datasets.load_dataset(WIKITEXT_REPOSITORY, config, split=split)
     except Exception as error:  # without a network, the hub's libraries raise their own types
         if isinstance(error, OSError) and error.errno in (*NO_SPACE, errno.EACCES):
             raise

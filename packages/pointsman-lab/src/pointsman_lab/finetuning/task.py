@@ -149,7 +149,9 @@ def from_pretrained(model: Model, settings: Finetuning, weights: Mapping[str, Te
             model.backbone.load_state_dict(weights)  # type: ignore[union-attr]
         except RuntimeError as error:
             raise CheckpointError(f"the pre-trained weights do not fit: {str(error).splitlines()[-1]}") from None
-    set_balance(model, settings.balance)
+    if settings.balance is not None:
+        for _, router in named_routers(model):
+            router.balance = settings.balance
     if settings.freeze:
         try:
             freeze(model, *settings.freeze)
@@ -171,13 +173,6 @@ def unchanged(model: Any, settings: Finetuning, weights: Mapping[str, Tensor]) -
     own = model.backbone.state_dict()
     changed = [name for name in found if not torch.equal(own[name].cpu(), weights[name].cpu())]
     return {"frozen": {"roles": list(settings.freeze), "tensors": len(found), "changed": changed}}
-
-
-def set_balance(model: nn.Module, balance: float | None) -> None:
-    """Gives every router's balance loss this weight; None leaves them as they are."""
-    if balance is not None:
-        for _, router in named_routers(model):
-            router.balance = balance
 
 
 @torch.no_grad()

@@ -44,26 +44,19 @@ def initialize(model: nn.Module, seed: int, std: float) -> None:
                 continue
             if isinstance(module, nn.LayerNorm | nn.RMSNorm | ExpertNorm) and own == "weight":
                 parameter.copy_(1 + std * _draw(seed, f"{name}.{own}", parameter.shape))
-            elif _starts_at_zero(module, name, own):
+            elif own == "bias" or own.startswith("b_") or (own == "w_out" and getattr(module, "starts_at_zero", False)):
                 parameter.zero_()
             elif isinstance(module, FeedForward):
-                parameter.copy_(std * _as_experts(module, own, seed, f"{_as_moe(name)}.{own}"))
+                parameter.copy_(
+                    std * _as_experts(module, own, seed, f"{name.removesuffix('feed_forward')}moe.experts.{own}")
+                )
             else:
                 parameter.copy_(std * _draw(seed, f"{name}.{own}", parameter.shape))
-
-
-def _starts_at_zero(module: nn.Module, name: str, own: str) -> bool:
-    bias = own.startswith("b_") or own == "bias"
-    return bias or (own == "w_out" and getattr(module, "starts_at_zero", False))
 
 
 def _draw(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
     generator = torch.Generator().manual_seed(seed_for(seed, name))
     return torch.randn(shape, generator=generator, device="cpu")
-
-
-def _as_moe(name: str) -> str:
-    return name.removesuffix("feed_forward") + "moe.experts"
 
 
 def _as_experts(module: FeedForward, own: str, seed: int, name: str) -> Tensor:

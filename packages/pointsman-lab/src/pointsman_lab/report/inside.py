@@ -168,7 +168,8 @@ def diagnosis_grid(comparison: Comparison) -> Grid:
     for router in comparison.routers:
         found = diagnosis_of(comparison, router)
         for name, layer in found.get("layers", {}).items():
-            moved = _last_fluctuation(found, name)
+            history = found.get("history")
+            moved = _top1(history[-1], name) if history else None
             consistency = finite((found.get("consistency", {}).get(name) or {}).get("without_diagonal"))
             figures = [cell(layer) for _, cell in COLUMNS]
             figures += [NONE if value is None else f"{value:.3f}" for value in (moved, consistency)]
@@ -180,11 +181,6 @@ def diagnosis_grid(comparison: Comparison) -> Grid:
             protocols[f"{read}, k = {protocol.get('top_k', NONE)}"] = None
     header = ["router", "layer", *(name for name, _ in COLUMNS), "fluctuation", "IC over seeds"]
     return Grid(header, rows, caption="; ".join(protocols)).without_empty_columns(keep=2)
-
-
-def _last_fluctuation(found: Found, layer: str) -> float | None:
-    history = found.get("history") or []
-    return _top1(history[-1], layer) if history else None
 
 
 def _top1(entry: Found, layer: str) -> float | None:

@@ -83,17 +83,12 @@ def to_transformers(model: Decoder, *, top_k: int, length: int, check: bool = Tr
     assert not strange, strange
     theirs.tie_weights()
     assert set(missing) <= {"lm_head.weight"}, missing
-    _fresh_buffers(theirs)
+    rotary = theirs.model.rotary_emb  # its buffers are in no state, and `to_empty` left them without values
+    theirs.model.rotary_emb = type(rotary)(theirs.config)
     theirs.eval()
     if check and (off := difference(model, theirs, top_k)) > TOLERANCE:
         raise NoClassError(f"the logits of {found.name} differ from the model's by {off:.2g}, relative to their spread")
     return theirs
-
-
-def _fresh_buffers(theirs: Any) -> None:
-    """Buffers that no state holds, which `to_empty` left without values: those of the rotary positions."""
-    rotary = theirs.model.rotary_emb
-    theirs.model.rotary_emb = type(rotary)(theirs.config)
 
 
 def _gates(model: Decoder) -> dict[int, tuple[GateRule, GateWeights]]:

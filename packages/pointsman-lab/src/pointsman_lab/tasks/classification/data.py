@@ -217,8 +217,6 @@ def _task(name: str, parts: Mapping[str, Sequence[LabelledText]], declared: Sequ
             if row.label not in index:
                 shown = did_you_mean(row.label, classes) if len(classes) <= 12 else f"it has {len(classes)} classes"
                 raise RunError(f"{row.where}: label {row.label!r} does not occur in the training split: {shown}")
-            if not row.text:
-                raise RunError(f"{row.where}: the text is empty")
         splits[split] = Examples(tuple(row.text for row in rows), tuple(index[row.label] for row in rows))
     sizes = ", ".join(f"{split} {len(part):,}" for split, part in splits.items())
     content = json.dumps([classes, {split: [part.texts, part.labels] for split, part in splits.items()}])
