@@ -86,7 +86,7 @@ class Images(TaskEntry):
         return evaluate_shifted(values, device)
 
     def published(self, run: Any, column: Any, top_k: int | None) -> float | None:
-        from pointsman_lab.tasks.images.sections import published
+        from pointsman_lab.tasks.images.robust_table import published
 
         return published(run, column, top_k)
 
@@ -94,7 +94,7 @@ class Images(TaskEntry):
         return str(run.config.get("data", "")).rpartition("/")[2].partition(":")[0]
 
     def sections(self, comparison: Any) -> Any:
-        from pointsman_lab.tasks.images.sections import sections
+        from pointsman_lab.tasks.images.robust_table import sections
 
         return sections(comparison)
 

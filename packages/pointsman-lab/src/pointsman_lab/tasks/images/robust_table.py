@@ -1,4 +1,4 @@
-"""Image classifiers under shift: one table for each kind of shifted images, over seeds, with corruption errors."""
+"""Image classifiers under shift: a table and a section of the page for each kind of shifted images, over seeds."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 
 from pointsman_lab._grid import NONE, Grid
 from pointsman_lab._values import finite, mean_of
-from pointsman_lab.report.cell import Cell, significantly_best
+from pointsman_lab.report.cell import Cell, significantly_best, squared_variation
 from pointsman_lab.report.forms import Forms, joined
+from pointsman_lab.report.page import Sections
+from pointsman_lab.report.published import Column
 from pointsman_lab.report.tables import COSTS, COUNTED, cost_cells, cost_of
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.record import RunRecord, read_object
@@ -285,3 +287,33 @@ def _by_corruption(runs: Runs, routers: Sequence[str], k: int) -> Grid:
         rows.append([router, *(NONE if mean is None else f"{100 * mean:.1f}" for mean in means)])
     header = [f"k={k}", *(name.replace("_", " ") for name in names)]
     return Grid(header, rows, caption="Accuracy (%) by corruption, mean over five severities and seeds")
+
+
+def sections(comparison: Comparison) -> Sections | None:
+    """Shifted images of the comparison's runs, if there are records of them."""
+    shifted = robust_tables(comparison)
+    if not shifted:
+        return None
+    return Sections(__package__, [("robust", "Robustness")], {"robust": shifted})
+
+
+def published(run: RunRecord, column: Column, top_k: int | None) -> float | None:
+    """A run's figure of a column of V-MoE's tables at this k: expert loads, or accuracy on clean or shifted images."""
+    if column.quantity == "imbalance":
+        return _imbalance(run, column.layer, top_k)
+    shift = column.shift
+    if shift == "clean":
+        return finite(run.results().get(top_k or 0, {}).get("value"))
+    for file in sorted(run.path.glob(f"robust-{shift}*.json")):
+        rows = [row for row in read_object(file).get("results", ()) if row.get("top_k") == top_k]
+        if (mean := mean_of(row.get("value") for row in rows)) is not None:
+            return mean
+    return None
+
+
+def _imbalance(run: RunRecord, layer: int | None, top_k: int | None) -> float | None:
+    """Squared coefficient of variation of the expert loads on a run's own images: of a layer, or mean over layers."""
+    found = [squared_variation(one) for one in (run.results().get(top_k or 0, {}).get("routers") or {}).values()]
+    chosen = found if layer is None else found[layer : layer + 1]
+    values = [value for value in chosen if value is not None]
+    return math.fsum(values) / len(values) if values else None
