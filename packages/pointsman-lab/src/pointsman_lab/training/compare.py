@@ -193,16 +193,11 @@ def compare(
         titles = [f"{number}/{len(every)} {router}, seed {seed}" for number, router, seed in todo]
         runs = [(plan.config(router, seed), run_path(out, router, seed)) for _, router, seed in todo]
         setup = partial(_trainer, plan.base, kernels, device)
-        if hosts is not None or (jobs is not None and min(jobs, len(runs)) > 1):
-            do_all(
-                runs, titles, setup, setup, jobs, progress=progress, ended=lambda _: ended(), stop=stop, hosts=hosts,
-                began=lambda number, node: write_node(out, *todo[number][1:], node),
-            )  # fmt: skip
-            return whole
-        work = setup(task, ranks, layout)
-        for run, progress.title in zip(runs, titles, strict=True):
-            work(run, progress, stop)
-            ended()
+        do_all(
+            runs, titles, setup, partial(setup, task, ranks, layout), jobs, progress=progress,
+            ended=lambda _: ended(), stop=stop, hosts=hosts,
+            began=lambda number, node: write_node(out, *todo[number][1:], node),
+        )  # fmt: skip
     return whole
 
 
