@@ -18,23 +18,27 @@ Pooling = Literal["last", "first", "mean"]
 
 
 class ClassificationHead(nn.Module):
-    """Linear, tanh, dropout, linear: [B, dim] -> [B, C] (SMoE-Dropout's released fine-tuning code).
+    """Linear, tanh, dropout, linear: [..., dim] -> [..., C] (SMoE-Dropout's released fine-tuning code).
 
     Its initial weights follow from `seed` alone, so that they agree between routers.
+
+    Args:
+        project: False leaves out the first linear map and tanh.
     """
 
     role = "head"
 
-    def __init__(self, dim: int, num_classes: int, *, dropout: float = 0.1, seed: int = 0) -> None:
+    def __init__(self, dim: int, num_classes: int, *, project: bool, dropout: float, seed: int) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_for(seed, "head"))
-            self.project = nn.Linear(dim, dim)
+            self.project = nn.Linear(dim, dim) if project else None
             self.classify = nn.Linear(dim, num_classes)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, pooled: Tensor) -> Tensor:
-        logits: Tensor = self.classify(self.dropout(torch.tanh(self.project(pooled))))
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden if self.project is None else torch.tanh(self.project(hidden))
+        logits: Tensor = self.classify(self.dropout(hidden))
         return logits
 
 
@@ -45,8 +49,7 @@ class Classifier(nn.Module):
         config: of the model; its weights are drawn with its seed until others are loaded into `backbone`.
         num_classes: C.
         pooling: "last", the hidden state of each text's last token, "first", or "mean" over its tokens.
-        dropout: of the head.
-        seed: of the head's initial weights.
+        project, dropout, seed: of the head.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Classifier(nn.Module):
         num_classes: int,
         *,
         pooling: Pooling = "last",
+        project: bool = True,
         dropout: float = 0.1,
         seed: int = 0,
     ) -> None:
@@ -62,7 +66,7 @@ class Classifier(nn.Module):
         self.config = config
         self.pooling = pooling
         self.backbone = build_model(config)
-        self.head = ClassificationHead(config.dim, num_classes, dropout=dropout, seed=seed)
+        self.head = ClassificationHead(config.dim, num_classes, project=project, dropout=dropout, seed=seed)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [B, T] int64, negative where padded (on the right) -> logits [B, C]."""

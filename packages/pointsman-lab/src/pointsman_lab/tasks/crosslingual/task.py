@@ -12,17 +12,16 @@ from torch import Tensor, nn
 from pointsman._errors import RunError
 from pointsman_lab.data.catalog import data_folder
 from pointsman_lab.data.pieces import Pieces
-from pointsman_lab.data.task_streams import Encoded, TaskStream
-from pointsman_lab.evaluation.passes import EvaluationContext
+from pointsman_lab.data.task_streams import Encoded, TaskStream, eval_batches
+from pointsman_lab.evaluation.passes import EvaluationContext, Pass, evaluated
 from pointsman_lab.finetuning.settings import Defaults, Finetuning
 from pointsman_lab.finetuning.task import FineTuning
 from pointsman_lab.models.classifier import Classifier, Pooling
-from pointsman_lab.models.config import ModelConfig, build_model
-from pointsman_lab.models.initial import seed_for
-from pointsman_lab.tasks.crosslingual.evaluation import Features, TestPart, evaluate_languages, features
+from pointsman_lab.models.config import ModelConfig
+from pointsman_lab.tasks.crosslingual.evaluation import Features, TestPart, features, nats_of, predicted, table
 from pointsman_lab.tasks.crosslingual.floors import floors
 from pointsman_lab.tasks.crosslingual.formats import Question, Tagged
-from pointsman_lab.tasks.crosslingual.scores import Prediction, best_floor
+from pointsman_lab.tasks.crosslingual.scores import Prediction, Score, best_floor, metric_of, score
 from pointsman_lab.tasks.crosslingual.splits import XtremeData, groups_of, load_xtreme, original
 from pointsman_lab.tasks.crosslingual.xtreme import XTREME, Item
 from pointsman_lab.training.config import RunConfig
@@ -33,42 +32,16 @@ NEVER = -1e4
 """The logit of a place in the padding: as good as minus infinity, without its nan in differences."""
 
 
-class TokenHead(nn.Module):
-    """Dropout and one linear map: [..., dim] -> [..., C]. Its initial weights follow from `seed` alone."""
-
-    role = "head"
-
-    def __init__(self, dim: int, num_classes: int, *, dropout: float, seed: int) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed_for(seed, "head"))
-            self.classify = nn.Linear(dim, num_classes)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.classify(self.dropout(hidden))
-        return logits
-
-
-class TokenClassifier(nn.Module):
-    """A model of any family whose hidden states are classified one by one.
+class TokenClassifier(Classifier):
+    """A model whose hidden states are classified one by one, by a linear map.
 
     Args:
-        config: of the model; its weights are drawn with its seed until others are loaded into `backbone`.
-        num_classes: C.
         spans: classify the places instead: logits of the first and of the last piece (C = 2).
-        dropout: of the head (XTREME's scripts: 0.1).
-        seed: of the head's initial weights.
     """
 
-    def __init__(
-        self, config: ModelConfig, num_classes: int, *, spans: bool = False, dropout: float = 0.1, seed: int = 0
-    ) -> None:
-        super().__init__()
-        self.config = config
+    def __init__(self, config: ModelConfig, num_classes: int, *, spans: bool = False, **head: Any) -> None:
+        super().__init__(config, num_classes, project=False, **head)
         self.spans = spans
-        self.backbone = build_model(config)
-        self.head = TokenHead(config.dim, num_classes, dropout=dropout, seed=seed)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [B, T] -> logits [B, T, C]; of spans [B, 2, T], over the places of a text."""
@@ -195,16 +168,42 @@ class CrossLingual(FineTuning):
     def validation_split(self, config: RunConfig) -> str | None:
         return "valid"
 
+    @torch.no_grad()
     def evaluate(
         self, model: Any, config: RunConfig, split: str, top_k: Sequence[int], context: EvaluationContext
     ) -> list[dict[str, Any]]:
+        """Scores every language at every k.
+
+        Returns:
+            For each k: {"split", "top_k", "nats", "metric", what `table` has, "routers"}; figures are shares from 0
+            to 1.
+        """
         if split not in ("valid", "test"):
             raise RunError(f"the task {self.name} has no {split} part: allowed are valid and test")
         self._kept = {}
-        return evaluate_languages(
-            model, self.data.name, self.data.kind, self.data.classes, self.parts(config, split), split=split,
-            top_k=top_k, batch_size=config.eval_batch_size, how=context, keep=self._kept,
-        )  # fmt: skip
+        parts, kind, batch_size = self.parts(config, split), self.data.kind, config.eval_batch_size
+        device = next(model.parameters()).device
+
+        def one_pass(one: Pass) -> dict[str, Any]:
+            losses, count = 0.0, 0
+            scores: dict[str, Score] = {}
+            self._kept[one.top_k] = kept = {}
+            for language, part in parts.items():
+                outputs: list[Any] = [None] * len(part.rows.encoded)
+                for batch in one.read(eval_batches(part.rows.encoded, batch_size, device)):
+                    with one.forward((batch.tokens >= 0).reshape(-1)):
+                        logits: Tensor = model(batch.tokens)
+                    nats, targets = nats_of(logits, batch.labels, kind)
+                    losses, count = losses + nats, count + targets
+                    for place, row in zip(batch.places, logits.float().cpu().numpy(), strict=True):
+                        outputs[place] = row if kind == "questions" else row.argmax(-1)
+                kept[language] = predicted(kind, self.data.classes, part, outputs)
+                scores[language] = score(self.data.name, language, part.items, kept[language], part.groups)
+            figures = {"nats": losses / max(1, count), "metric": metric_of(kind, self.data.name)}
+            return {**figures, **table(scores, parts)}
+
+        total = sum(-(-len(part.rows.encoded) // batch_size) for part in parts.values())
+        return evaluated(model, top_k, one_pass, split=split, batches=total, how=context)
 
     def rows(self, config: RunConfig, split: str) -> Mapping[str, Encoded]:
         if split not in ("valid", "test"):
@@ -246,9 +245,7 @@ class _TagStream(TaskStream):
         return tokens, tags[:, : tokens.shape[1]]
 
 
-def head_on(
-    kind: str, classes: int, config: RunConfig, pooling: Pooling, dropout: float
-) -> Classifier | TokenClassifier:
+def head_on(kind: str, classes: int, config: RunConfig, pooling: Pooling, dropout: float) -> Classifier:
     """The model of a task of this kind, with fresh weights."""
     if kind == "pairs":
         return Classifier(config.model, classes, pooling=pooling, dropout=dropout, seed=config.seed)
