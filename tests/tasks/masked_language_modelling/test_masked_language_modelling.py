@@ -16,12 +16,14 @@ pytest.importorskip("sentencepiece")
 
 from pointsman._errors import RunError
 from pointsman_lab.cli.main import main
+from pointsman_lab.data import pieces
+from pointsman_lab.evaluation.passes import PLAIN
 from pointsman_lab.models.encoder import EncoderConfig
 from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.tasks.masked_language_modelling import task as masked_language_model
 from pointsman_lab.tasks.masked_language_modelling import text as texts
 from pointsman_lab.tasks.masked_language_modelling.blocks import Masking
-from pointsman_lab.tasks.masked_language_modelling.task import MaskedLanguageModelling, evaluate_masked, masked_batches
+from pointsman_lab.tasks.masked_language_modelling.task import MaskedLanguageModelling, masked_batches
 from pointsman_lab.tasks.masked_language_modelling.text import open_blocks
 from pointsman_lab.training.compare import Plan, compare
 from pointsman_lab.training.config import RunConfig
@@ -127,8 +129,8 @@ def test_perplexity_is_that_of_the_logits(masked: Make) -> None:
     assert isinstance(task, MaskedLanguageModelling)
     config = task.prepared(config)
     model, text = task.build_model(config).eval(), task.text
-    shares = {"aa": 0.25, "bb": 0.75}
-    [result] = evaluate_masked(model, text, shares, top_k=[2], batch_size=16)
+    shares = pieces.shares(text.sizes, config.own["language_exponent"])
+    [result] = task.evaluate(model, replace(config, eval_tokens=None), "valid", [2], PLAIN)
     nats, letters = {}, {}
     for language in shares:
         found, characters = [], 0
@@ -153,10 +155,10 @@ def test_text_of_which_nothing_is_masked_has_no_figure(masked: Make, monkeypatch
     config = masked()
     task = pretraining_task(config)
     assert isinstance(task, MaskedLanguageModelling)
-    model, text = task.build_model(task.prepared(config)), task.text
+    model = task.build_model(task.prepared(config))
     monkeypatch.setattr(masked_language_model, "SCORED", Masking(rate=0.0))
     with pytest.raises(RunError, match="none of its tokens is masked"):
-        evaluate_masked(model, text, {"aa": 0.5, "bb": 0.5}, top_k=[2], batch_size=16)
+        task.evaluate(model, config, "valid", [2], PLAIN)
 
 
 def test_micro_batches_count_by_their_targets(masked: Make) -> None:

@@ -21,7 +21,7 @@ from pointsman_lab.cli.main import main
 from pointsman_lab.data.pieces import END, START
 from pointsman_lab.data.task_streams import padded
 from pointsman_lab.recipes import preset
-from pointsman_lab.tasks.translation.data import ids_of, load_parallel
+from pointsman_lab.tasks.translation.data import ids_of, open_parallel
 from pointsman_lab.tasks.translation.evaluation import search
 from pointsman_lab.tasks.translation.model import TranslationConfig, Translator
 from pointsman_lab.training.config import RunConfig
@@ -174,7 +174,7 @@ def test_both_sides_are_diagnosed_without_padding_and_by_language(
     train(settings("xmoe", **{"model.moe_layers": "every:1", "model.decoder_moe_layers": "every:1"}), tmp_path / "run")
     found = diagnose_path(tmp_path / "run", settings=Settings(tokens=None))
     assert found["groups"] == ["de", "fr"]
-    pairs = load_parallel(settings().data, None).parts["test"]
+    pairs = open_parallel(settings().data).parts["test"]
     run = load_run(tmp_path / "run")
     encoded = [[len(ids_of(text, run.vocabulary, 24)) for text in pair] for of in pairs.values() for pair in of]
     tokens = {name: layer["load"]["tokens"] for name, layer in found["layers"].items()}
@@ -215,9 +215,10 @@ def test_targets_are_inputs_one_step_later(settings: Callable[..., RunConfig]) -
         ("parallel:/nowhere:from=de", "there is no folder"),
     ],
 )
-def test_what_is_refused(folder: Path, spec: str, words: str) -> None:
+def test_what_is_refused(folder: Path, spec: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("POINTSMAN_DATA", raising=False)
     with pytest.raises(RunError, match=words):
-        load_parallel(spec.replace("FOLDER", str(folder)), None)
+        open_parallel(spec.replace("FOLDER", str(folder)))
 
 
 def test_parts_that_are_no_pairs_are_named(folder: Path, tmp_path: Path) -> None:
@@ -225,14 +226,14 @@ def test_parts_that_are_no_pairs_are_named(folder: Path, tmp_path: Path) -> None
     file = tmp_path / "odd/val.de"
     file.write_text(file.read_text() + "more\n")
     with pytest.raises(RunError, match=r"val.de has 9 lines, and .*val.en 8"):
-        load_parallel(f"parallel:{tmp_path / 'odd'}:from=de", None)
+        open_parallel(f"parallel:{tmp_path / 'odd'}:from=de")
     file.write_text("\n" + "".join(file.read_text().splitlines(keepends=True)[:7]))
     with pytest.raises(RunError, match=r"val.de: line 1 is empty"):
-        load_parallel(f"parallel:{tmp_path / 'odd'}:from=de", None)
+        open_parallel(f"parallel:{tmp_path / 'odd'}:from=de")
     for name in ("train.de", "train.en"):
         (tmp_path / "odd" / name).write_text("")
     with pytest.raises(RunError, match=r"train.de has no text"):
-        load_parallel(f"parallel:{tmp_path / 'odd'}:from=de", None)
+        open_parallel(f"parallel:{tmp_path / 'odd'}:from=de")
 
 
 def wmt(folder: Path, sizes: dict[str, int]) -> Path:
@@ -252,11 +253,11 @@ def test_wmt_has_an_english_side_for_each_language(tmp_path: Path) -> None:
     with (folder / "train.hi-en.hi").open("a") as one, (folder / "train.hi-en.en").open("a") as other:
         one.write("\n")
         other.write("nothing said\n")
-    text = load_parallel(f"wmt:{folder}", None)
+    text = open_parallel(f"wmt:{folder}")
     assert {language: len(pairs) for language, pairs in text.parts["train"].items()} == {"cs": 100, "fr": 400, "hi": 20}
     assert all(other.split()[1:3] == ["en", "fr"] for _, other in text.parts["train"]["fr"])
     assert "hi: 1 training pairs with an empty side left out, test newstest2018.hi-en" in text.description
-    assert list(load_parallel(f"wmt:{folder}:from=hi+fr", None).parts["test"]) == ["hi", "fr"]
+    assert list(open_parallel(f"wmt:{folder}:from=hi+fr").parts["test"]) == ["hi", "fr"]
     config = preset("tiny-mt", data=f"wmt:{folder}").with_overrides({"pieces": 27, "batch_size": 20})
     task = pretraining_task(config)
     batches: Any = task.batches(config, torch.device("cpu"))
@@ -268,7 +269,7 @@ def test_wmt_has_an_english_side_for_each_language(tmp_path: Path) -> None:
     assert len(set(drawn.tolist())) > 510, "rare pairs come again, none is left out for good"
     (folder / "newstest2019.fr-en.fr").write_text("x\n")
     with pytest.raises(RunError, match=r"fr has two test parts, newstest20.*fr-en and newstest2019.fr-en"):
-        load_parallel(f"wmt:{folder}", None)
+        open_parallel(f"wmt:{folder}")
     (folder / "newstest2019.fr-en.fr").unlink()
     with pytest.raises(RunError, match=r"no train part of de into en: train.de-en.de is expected"):
-        load_parallel(f"wmt:{folder}:from=de", None)
+        open_parallel(f"wmt:{folder}:from=de")

@@ -18,7 +18,7 @@ from pointsman.diagnostics.diagnose import Batch
 from pointsman.ranks import ALONE
 from pointsman_lab.data.download import DataProgress
 from pointsman_lab.data.pieces import Pieces, open_pieces, shares
-from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, Pass, draws, evaluated
+from pointsman_lab.evaluation.passes import EvaluationContext, Pass, draws, evaluated
 from pointsman_lab.models.config import build_model
 from pointsman_lab.models.encoder import Encoder, EncoderConfig
 from pointsman_lab.models.memory import Memory
@@ -63,52 +63,6 @@ def masked_batches(
         for first in range(0, len(numbers), batch_size)
         for inputs, targets in [validation_batch(text, language, numbers[first : first + batch_size], SCORED)]
     ]
-
-
-@torch.no_grad()
-def evaluate_masked(
-    model: Any,
-    text: PackedText,
-    shares: Mapping[str, float],
-    *,
-    top_k: Sequence[int],
-    batch_size: int,
-    tokens: int | None = None,
-    split: str = "valid",
-    how: EvaluationContext = PLAIN,
-) -> list[dict[str, Any]]:
-    """Scores the validation blocks at every k.
-
-    Returns:
-        For each k: {"split", "top_k", "nats", "metric": "perplexity", "value", "nats_per_character", "tokens" (real
-        places read), "masked", "languages": {language: {"nats", "value", "nats_per_character", "masked"}}, "routers"}.
-        `nats` is the mean over languages, weighted by `shares`, of each language's mean over masked positions; `value`
-        its exponential.
-    """
-    device = next(model.parameters()).device
-    characters = torch.from_numpy(text.pieces.characters).to(device)
-    batches = masked_batches(text, batch_size, device, tokens)
-    ranks = ALONE if draws(model) else how.ranks
-
-    def one_pass(one: Pass) -> dict[str, Any]:
-        sums = {language: torch.zeros(3, dtype=torch.float64, device=device) for language in text.valid}
-        read = 0
-        for batch, counts in one.share(batches):
-            real = batch.inputs >= 0
-            with one.forward(real.reshape(-1), counts=counts):
-                nats: Tensor = model(batch.inputs, batch.targets)
-            if counts:
-                read += int(real.sum())
-                masked = batch.targets[batch.targets >= 0]
-                sums[batch.language] += torch.stack(
-                    [nats.double().sum(), characters[masked].sum().double(), nats.new_tensor(len(masked)).double()]
-                )
-        *summed, places = ranks.total(*sums.values(), torch.tensor(read, device=device))
-        sums = dict(zip(sums, summed, strict=True))
-        languages = {language: _figures(*total.tolist()) for language, total in sums.items()}
-        return {"metric": "perplexity", **_pooled(sums, shares), "tokens": int(places), "languages": languages}
-
-    return evaluated(model, top_k, one_pass, split=split, batches=len(batches), how=how, ranks=ranks)
 
 
 def _figures(nats: float, characters: float, masked: float) -> dict[str, Any]:
@@ -215,20 +169,45 @@ class MaskedLanguageModelling(Task):
     def reported_split(self, config: RunConfig) -> str:
         return "valid"
 
+    @torch.no_grad()
     def evaluate(
         self, model: Any, config: RunConfig, split: str, top_k: Sequence[int], context: EvaluationContext
     ) -> list[dict[str, Any]]:
+        """Scores the validation blocks at every k.
+
+        Returns:
+            For each k: {"split", "top_k", "nats", "metric": "perplexity", "value", "nats_per_character", "tokens" (real
+            places read), "masked", "languages": {language: {"nats", "value", "nats_per_character", "masked"}},
+            "routers"}. `nats` is the mean over languages, weighted by their shares of the training text, of each
+            language's mean over masked positions; `value` its exponential.
+        """
         self._check_split(split)
-        return evaluate_masked(
-            model,
-            self.text,
-            shares(self.text.sizes, config.own["language_exponent"]),
-            top_k=top_k,
-            batch_size=config.eval_batch_size,
-            tokens=config.eval_tokens if context.final else config.valid_tokens,
-            split=split,
-            how=context,
-        )
+        device = next(model.parameters()).device
+        characters = torch.from_numpy(self.text.pieces.characters).to(device)
+        tokens = config.eval_tokens if context.final else config.valid_tokens
+        batches = masked_batches(self.text, config.eval_batch_size, device, tokens)
+        drawn = shares(self.text.sizes, config.own["language_exponent"])
+        ranks = ALONE if draws(model) else context.ranks
+
+        def one_pass(one: Pass) -> dict[str, Any]:
+            sums = {language: torch.zeros(3, dtype=torch.float64, device=device) for language in self.text.valid}
+            read = 0
+            for batch, counts in one.share(batches):
+                real = batch.inputs >= 0
+                with one.forward(real.reshape(-1), counts=counts):
+                    nats: Tensor = model(batch.inputs, batch.targets)
+                if counts:
+                    read += int(real.sum())
+                    masked = batch.targets[batch.targets >= 0]
+                    sums[batch.language] += torch.stack(
+                        [nats.double().sum(), characters[masked].sum().double(), nats.new_tensor(len(masked)).double()]
+                    )
+            *summed, places = ranks.total(*sums.values(), torch.tensor(read, device=device))
+            sums = dict(zip(sums, summed, strict=True))
+            languages = {language: _figures(*total.tolist()) for language, total in sums.items()}
+            return {"metric": "perplexity", **_pooled(sums, drawn), "tokens": int(places), "languages": languages}
+
+        return evaluated(model, top_k, one_pass, split=split, batches=len(batches), how=context, ranks=ranks)
 
     def protocol(self, config: RunConfig) -> dict[str, Any]:
         return {

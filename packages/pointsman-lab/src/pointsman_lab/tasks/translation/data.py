@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError, did_you_mean
+from pointsman_lab.data.catalog import data_folder
 from pointsman_lab.data.pieces import END, MultilingualText, Pieces, learn_pieces
 from pointsman_lab.data.reading import find_file, read_lines
 
@@ -66,19 +66,13 @@ class ParallelText:
 
 
 def open_parallel(spec: str) -> ParallelText:
-    """`load_parallel` with the folder that POINTSMAN_DATA names."""
-    folder = os.environ.get("POINTSMAN_DATA")
-    return load_parallel(spec, Path(folder) if folder else None)
-
-
-def load_parallel(spec: str, data_dir: Path | None) -> ParallelText:
     """Reads `multi30k[:from=de+fr][:to=en]`, `parallel:PATH:from=de:to=en` or `wmt:FOLDER[:from=fr+cs][:to=en]`."""
     name, *options = spec.split(":")
     if name in ("parallel", "wmt") and options and "=" not in options[0]:
         folder, *options = options
         root = Path(folder).expanduser()
     elif name == "multi30k":
-        if data_dir is None:
+        if (data_dir := data_folder()) is None:
             raise RunError("multi30k lies in the data folder: set POINTSMAN_DATA")
         root, folder = data_dir / "multi30k", name
     else:
