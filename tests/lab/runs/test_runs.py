@@ -15,7 +15,7 @@ from pointsman._errors import RunError
 from pointsman_lab.runs.comparison import read_comparison, read_plan, write_plan
 from pointsman_lab.runs.environment import differing_bits, environment
 from pointsman_lab.runs.paths import finetuned_path, run_path, slug
-from pointsman_lab.runs.record import MetricsFile, clean_results, evaluation_record, is_current, read_metrics
+from pointsman_lab.runs.record import MetricsFile, clean_results, is_current, read_metrics
 
 
 def test_the_disk_format_needs_no_torch() -> None:
@@ -43,12 +43,7 @@ def test_metrics_come_back_by_kind_without_what_follows_the_step(tmp_path: Path)
 
 def test_an_evaluation_says_what_it_is_of() -> None:
     results = [{"split": "test", "top_k": k, "metric": "loss", "value": 1.0} for k in (1, 2)]
-    seconds = [{"kind": "train", "step_seconds": one} for one in (1.0, 5.0, 2.0)]
-    record = evaluation_record(
-        step=7, protocol={"tokens": 5, "data": "x"}, results=results, router_parameters=3, parameters=9,
-        metrics=[*seconds, {"kind": "valid"}], cost={"flops": 5},
-    )  # fmt: skip
-    assert record["step_seconds"] == 2.0
+    record = {"checkpoint": "step-7", "protocol": {"tokens": 5, "data": "x"}, "results": results}
     asked: dict[str, Any] = {"step": 7, "protocol": {"tokens": 5}, "split": "test", "top_k": (1, 2)}
     assert is_current(record, **asked)
     changes: list[dict[str, Any]] = [{"step": 8}, {"protocol": {"tokens": 6}}, {"split": "valid"}, {"top_k": (1,)}]

@@ -19,31 +19,22 @@ from pointsman_lab.runs.record import RunRecord, label, read_run
 FORMAT = 1
 
 
-def write_plan(
-    out: Path,
-    *,
-    settings: Mapping[str, Any],
-    routers: Sequence[str],
-    seeds: Sequence[int],
-    command: str,
-    kernels: Mapping[str, str],
-    data: str,
-    tuned: Mapping[str, Mapping[str, str]] | None = None,
-) -> None:
-    """Writes comparison.json.
+def write_plan(out: Path, **plan: Any) -> None:
+    """Writes comparison.json, with what `with_shown` and `write_node` added to it before.
 
     Args:
-        settings: those of every run, without router and seed.
-        routers: specs in the table's order. seeds: in order.
-        command: the command line that asked for the comparison last.
-        kernels: of all its runs. data: the fingerprint of their corpus.
-        tuned: settings of single rows, which `compare --tune` chose.
+        plan: "settings" of every run, without router and seed; "routers", specs in the table's order; "seeds", in
+            order; "command", the command line that asked for it last; "kernels" of all its runs; "data", the
+            fingerprint of their corpus; "tuned", settings of single rows, which `compare --tune` chose, if any.
     """
-    grid = {"settings": dict(settings), "routers": list(routers), "seeds": list(seeds)}
-    values = {"format": FORMAT, **grid, "command": command, "kernels": dict(kernels), "data": data}
-    values |= {"tuned": dict(tuned)} if tuned else {}
-    values |= {key: kept for key, kept in (read_plan(out) or {}).items() if key in ("shown", "nodes") and kept}
-    write_whole(out / COMPARISON, json.dumps(values, indent=2) + "\n")
+    kept = {key: value for key, value in (read_plan(out) or {}).items() if key in ("shown", "nodes") and value}
+    plan = {key: value for key, value in plan.items() if value or key != "tuned"}
+    save_plan(out, {"format": FORMAT, **plan, **kept})
+
+
+def save_plan(out: Path, plan: Mapping[str, Any]) -> None:
+    """Writes comparison.json as it is given."""
+    write_whole(out / COMPARISON, json.dumps(plan, indent=2) + "\n")
 
 
 def write_node(out: Path, router: str, seed: int, node: str) -> None:
@@ -52,12 +43,7 @@ def write_node(out: Path, router: str, seed: int, node: str) -> None:
         plan = dict(required_plan(out))
         nodes, run = dict(plan.get("nodes") or {}), f"{router}, seed {seed}"
         nodes[run] = [*nodes.get(run, ()), node]
-        write_whole(out / COMPARISON, json.dumps({**plan, "nodes": nodes}, indent=2) + "\n")
-
-
-def write_shown(out: Path, plan: Mapping[str, Any]) -> None:
-    """Keeps the plan that `with_shown` gave."""
-    write_whole(out / COMPARISON, json.dumps(plan, indent=2) + "\n")
+        save_plan(out, {**plan, "nodes": nodes})
 
 
 def with_shown(out: Path, names: Sequence[str], baseline: str | None, columns: Sequence[str]) -> dict[str, Any]:
@@ -145,7 +131,7 @@ class Comparison:
         single: whether this is one run and no comparison.
         command: the command line that made it; "" where it is not known.
         planned: whether it is a comparison directory.
-        shown: how tables and page show it: names, baseline, columns (`write_shown`).
+        shown: how tables and page show it: names, baseline, columns (`with_shown`).
         nodes: "ROUTER, seed S" -> the nodes of a cluster that trained it, one after another.
     """
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,30 +57,6 @@ class MetricsFile:
     def close(self) -> None:
         with disk_errors(self._file, "lines of metrics were not written"):
             self._opened.close()
-
-
-def evaluation_record(
-    *,
-    step: int,
-    protocol: Mapping[str, Any],
-    results: Sequence[Mapping[str, Any]],
-    router_parameters: int,
-    parameters: int,
-    metrics: Iterable[Mapping[str, Any]],
-    cost: Mapping[str, int],
-) -> dict[str, Any]:
-    """The content of evaluation.json."""
-    seconds = [row["step_seconds"] for row in metrics if row["kind"] == "train"]
-    return {
-        "format": 1,
-        "checkpoint": f"step-{step}",
-        "protocol": dict(protocol),
-        "results": list(results),
-        "router_parameters": router_parameters,
-        "parameters": parameters,
-        "cost": dict(cost),
-        "step_seconds": statistics.median(seconds) if seconds else None,
-    }
 
 
 def is_current(

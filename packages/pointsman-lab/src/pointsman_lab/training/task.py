@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from pointsman_lab.evaluation.passes import EvaluationContext
 from pointsman_lab.models.config import build_model
 from pointsman_lab.models.cost import cost_a_token
 from pointsman_lab.registry import trains
-from pointsman_lab.runs.record import evaluation_record, is_current
+from pointsman_lab.runs.record import is_current
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.kernels import autocast
 from pointsman_lab.training.objectives import Objective
@@ -174,16 +175,18 @@ class Task(ABC):
     ) -> dict[str, Any]:  # fmt: skip
         """The content of evaluation.json."""
         routers = {id(p): p for _, router in named_routers(model) for p in router.parameters() if p.requires_grad}
-        record = evaluation_record(
-            step=step,
-            protocol={**self.protocol(config), **self.description()},
-            results=results,
-            router_parameters=sum(parameter.numel() for parameter in routers.values()),
-            parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
-            metrics=metrics,
-            cost=cost_a_token(config.model, config.segment_length or 1, config.memory_length),
-        )
-        return {**record, **self.further_results(model, config)}
+        seconds = [row["step_seconds"] for row in metrics if row["kind"] == "train"]
+        return {
+            "format": 1,
+            "checkpoint": f"step-{step}",
+            "protocol": {**self.protocol(config), **self.description()},
+            "results": list(results),
+            "router_parameters": sum(parameter.numel() for parameter in routers.values()),
+            "parameters": sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+            "cost": cost_a_token(config.model, config.segment_length or 1, config.memory_length),
+            "step_seconds": statistics.median(seconds) if seconds else None,
+            **self.further_results(model, config),
+        }
 
     def is_current(self, record: Mapping[str, Any] | None, config: RunConfig) -> bool:
         """Whether evaluation.json is there and is of the last step, with this protocol, part and k values."""
