@@ -203,15 +203,10 @@ def words(text: str) -> list[str]:
     return list(dict.fromkeys(parts))
 
 
-def token_budget(text: str) -> int | str:
-    """`all` or a number of tokens."""
-    return text if text == "all" else whole(1)(text)
-
-
 USUAL: dict[str, dict[str, Any]] = {
     "--data": {"metavar": "NAME|PATH"},
     "--top-k": {"type": k_list, "metavar": "K,K"},
-    "--eval-tokens": {"type": token_budget, "metavar": "N|all"},
+    "--eval-tokens": {"type": lambda text: text if text == "all" else whole(1)(text), "metavar": "N|all"},
     "--steps": {"type": whole(1), "metavar": "N"},
     "--seeds": {"type": whole(1, "seeds"), "default": 1, "metavar": "S", "help": "how many seeds (default: 1)"},
     "--preset": {"metavar": "NAME"},

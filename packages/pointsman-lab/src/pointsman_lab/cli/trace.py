@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pointsman._errors import RunError, did_you_mean
+from pointsman_lab._grid import NONE, Grid
 from pointsman_lab.cli.options import Parser, whole
 
 ACTIONS = {
@@ -51,7 +52,6 @@ def run(words: Sequence[str]) -> int:
     values = parser(words[0]).read(words[1:])
     from pointsman.traces import RoutingTrace
     from pointsman_lab._files import write_whole
-    from pointsman_lab._grid import NONE, Grid
     from pointsman_lab.traces import compare, flips
     from pointsman_lab.traces.placement import cache, place
 
@@ -90,8 +90,6 @@ def run(words: Sequence[str]) -> int:
 
 
 def _flips(found: Sequence[Mapping[str, float]]) -> str:
-    from pointsman_lab._grid import Grid
-
     rows = [
         [f"{one['low']:.2f} to {one['high']:.2f}", f"{one['tokens']:,}", f"{one['flipped']:.2%} ± {one['error']:.2%}",
          f"{one['predicted']:.2%}"]
@@ -102,7 +100,5 @@ def _flips(found: Sequence[Mapping[str, float]]) -> str:
 
 
 def _by_layer(found: Mapping[str, Mapping[str, float]], form: str) -> str:
-    from pointsman_lab._grid import Grid
-
     names = list(next(iter(found.values())))
     return Grid(["layer", *names], [[layer, *map(form.format, of.values())] for layer, of in found.items()]).text()

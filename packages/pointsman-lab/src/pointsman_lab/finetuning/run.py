@@ -249,15 +249,11 @@ def compare_tasks(
         for number, (settings, router, _, own) in enumerate(todo, 1)
     ]
 
-    def one_ended(number: int) -> None:
-        if number not in finished:
-            ended()
-
     setup = partial(_tuner, out, kernels, device)
     with alone(out):
         do_all(
-            todo, titles, setup, partial(setup, loaded), jobs, progress=progress, ended=one_ended, stop=stop,
-            hosts=hosts,
+            todo, titles, setup, partial(setup, loaded), jobs, progress=progress,
+            ended=lambda number: None if number in finished else ended(), stop=stop, hosts=hosts,
         )  # fmt: skip
 
 

@@ -175,8 +175,9 @@ class TransformerXL(LanguageModel[TransformerXLConfig]):
         embedded = self.embedding.embed(tokens)
         memory = self.checked(memory, embedded, self.config.dim)
         key_mask = mask_of_keys(memory, padding_mask, tokens)
+        positions = self._sinusoids(memory.length + tokens.shape[1], embedded)
         context = RelativeContext(
-            positions=self._dropped(self._sinusoids(memory.length + tokens.shape[1], embedded)),
+            positions=F.dropout(positions, self.config.dropout, self.training),  # equal on all ranks
             content_bias=self.position_encoding.content_bias,
             position_bias=self.position_encoding.position_bias,
             key_mask=key_mask,
@@ -189,10 +190,6 @@ class TransformerXL(LanguageModel[TransformerXLConfig]):
             hidden = self.final_norm(hidden)
         assert kept is not None
         return hidden, kept
-
-    def _dropped(self, positions: Tensor) -> Tensor:
-        """Equal on all ranks: positions belong to no row."""
-        return F.dropout(positions, self.config.dropout, self.training)
 
     def _sinusoids(self, keys: int, like: Tensor) -> Tensor:
         """[keys, dim], by falling distance: sin and cos of distance / 10000^(2 i / dim)."""

@@ -67,7 +67,9 @@ def impulse_noise(image: Image, share: float, draw: Draw) -> Image:
 
 
 def defocus_blur(image: Image, parameters: tuple[float, float], draw: Draw) -> Image:
-    return _filtered(image, _disk(*parameters))
+    from scipy import ndimage
+
+    return ndimage.correlate(image, _disk(*parameters)[..., None], mode="mirror")
 
 
 def _disk(radius: float, sigma: float) -> Image:
@@ -207,12 +209,6 @@ def _blurred(image: Image, sigma: float) -> Image:
     from scipy import ndimage
 
     return ndimage.gaussian_filter(image, (sigma, sigma, 0), mode="nearest")
-
-
-def _filtered(image: Image, kernel: Image) -> Image:
-    from scipy import ndimage
-
-    return ndimage.correlate(image, kernel[..., None], mode="mirror")
 
 
 def _streaked(image: Image, radius: int, sigma: float, angle: float) -> Image:
