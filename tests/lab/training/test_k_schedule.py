@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from pointsman_lab.training.k_schedule import SHAPES, TopKSchedule, build_schedule, doublings, parse_top_k
+from pointsman_lab.training.k_schedule import SHAPES, TopKSchedule, doublings, parse_top_k
 
 T = 400_000
 
@@ -18,7 +18,7 @@ def first_steps(schedule: TopKSchedule, stride: int = 1) -> dict[int, int]:
 
 
 def test_the_scripts_schedule_changes_k_where_the_released_code_does() -> None:
-    schedule = build_schedule("N/2:N", "linear", T, 16)
+    schedule = TopKSchedule(*parse_top_k("N/2:N", 16), T, "linear")
     found = first_steps(schedule)
     assert {k: round(step / 1000) for k, step in found.items()} == {
         8: 0, 9: 25, 10: 75, 11: 125, 12: 175, 13: 225, 14: 275, 15: 325, 16: 375,
@@ -30,7 +30,7 @@ def test_the_scripts_schedule_changes_k_where_the_released_code_does() -> None:
 
 
 def test_the_papers_schedule_from_two() -> None:
-    schedule = build_schedule("2:N", "linear", T, 16)
+    schedule = TopKSchedule(*parse_top_k("2:N", 16), T, "linear")
     found = first_steps(schedule, 10)
     assert found[3] / 1000 == pytest.approx(14.3, abs=0.06)
     assert found[4] / 1000 == pytest.approx(42.9, abs=0.06)
@@ -87,7 +87,7 @@ def test_wrong_ones_are_refused_by_name(text: str) -> None:
 
 def test_an_unknown_shape_gets_the_nearest_name() -> None:
     with pytest.raises(ValueError, match="did you mean 'cosine'"):
-        build_schedule("2:N", "cosinus", 10, 4)
+        TopKSchedule(*parse_top_k("2:N", 4), 10, "cosinus")
 
 
 def test_doublings() -> None:

@@ -18,7 +18,7 @@ from pointsman_lab._values import most, typed_fields, typed_value, upper
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.registry import OLDEST, entries, family, own_settings
 from pointsman_lab.runs.imports import import_recorded
-from pointsman_lab.training.k_schedule import Shape, TopKSchedule, build_schedule, doublings
+from pointsman_lab.training.k_schedule import Shape, TopKSchedule, doublings, parse_top_k
 from pointsman_lab.training.settings import EARLIER, GONE, derived, flat, without_effect
 
 FORMAT = 1
@@ -166,7 +166,7 @@ class RunConfig:
     @property
     def top_k_schedule(self) -> TopKSchedule:
         """k as a function of the step."""
-        return build_schedule(self.train_top_k, self.k_schedule, self.steps, self.model.num_experts)
+        return TopKSchedule(*parse_top_k(self.train_top_k, self.model.num_experts), self.steps, self.k_schedule)
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> RunConfig:
         """A copy with settings replaced: {"learning_rate": "1e-3", "model.dim": 64}; strings are read as their type.

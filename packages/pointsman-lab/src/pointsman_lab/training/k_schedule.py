@@ -82,9 +82,3 @@ def parse_top_k(text: str, num_experts: int) -> tuple[int, int]:
     if sizes[0] > sizes[-1]:
         raise RunError(f"train_top_k={text!r}: the first k, {sizes[0]}, is above the last, {sizes[-1]}")
     return sizes[0], sizes[-1]
-
-
-def build_schedule(train_top_k: str, shape: str, steps: int, num_experts: int) -> TopKSchedule:
-    """The schedule that a run's settings name; see `parse_top_k` and `TopKSchedule`."""
-    low, high = parse_top_k(train_top_k, num_experts)
-    return TopKSchedule(low, high, steps, shape)
