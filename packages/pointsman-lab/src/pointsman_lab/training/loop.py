@@ -20,7 +20,7 @@ from pointsman_lab.training.checkpoint import write_checkpoint
 from pointsman_lab.training.kernels import autocast
 from pointsman_lab.training.sharded import Saver
 from pointsman_lab.training.state import Diverged, Interrupted, TrainingState
-from pointsman_lab.training.trackers import Tracker, begin_trackers, tracked
+from pointsman_lab.training.trackers import Library, TensorBoard, Tracker, tracked
 
 
 class Times:
@@ -77,7 +77,8 @@ class TrainingLoop:
     def _open_files(self) -> None:
         config, folder, step = self.config, self.directory.path, self.state.step
         name = f"{label(config.model.router)}, seed {config.seed}"
-        self.trackers = begin_trackers(config.track, config.tensorboard, folder, step, name, config.to_dict())
+        self.trackers = [TensorBoard(folder, step)] if config.tensorboard else []
+        self.trackers += [Library(tracker, folder, name, config.to_dict()) for tracker in config.track]
         self.metrics = MetricsFile(folder / METRICS, step)
 
     def __enter__(self) -> TrainingLoop:

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from pointsman._errors import RunError
 from pointsman.control import named_routers
-from pointsman.parallel import shard
-from pointsman.ranks import ALONE, Ranks
 from pointsman_lab.training.config import RunConfig
 
 
@@ -109,14 +107,3 @@ def restore_optimizer(
         state.setdefault(order[name], {})[key] = tensor
     whole: dict[str, Any] = optimizer.state_dict()
     optimizer.load_state_dict({"state": state, "param_groups": whole["param_groups"]})
-
-
-def gradient_norm(parameters: Mapping[str, nn.Parameter], ranks: Ranks = ALONE) -> Tensor:
-    """Norm of the whole gradient."""
-    return shard.gradient_norm(parameters.values(), ranks)
-
-
-def clip_gradient(parameters: Mapping[str, nn.Parameter], norm: Tensor, clip_norm: float) -> None:
-    """Scales the whole gradient, of this norm, down to `clip_norm` if it is larger; 0 = leaves it alone."""
-    if clip_norm:
-        shard.clip_gradient(parameters.values(), norm, clip_norm)

@@ -17,7 +17,7 @@ from pointsman.control import named_routers, set_top_k, step_end, undecayed
 from pointsman.delivery import deliveries
 from pointsman.ops.exchange import local_part
 from pointsman.parallel.layout import Layout
-from pointsman.parallel.shard import parallelize
+from pointsman.parallel.shard import clip_gradient, gradient_norm, parallelize
 from pointsman.ranks import ALONE, Ranks
 from pointsman_lab.models.memory import Memory
 from pointsman_lab.progress import Monitor, Stop
@@ -28,8 +28,6 @@ from pointsman_lab.training.kernels import autocast, in_bfloat16, seed_step
 from pointsman_lab.training.objectives import with_a_target
 from pointsman_lab.training.optimizer import (
     build_adam,
-    clip_gradient,
-    gradient_norm,
     learning_rate,
     lr_scales,
     optimizer_tensors,
@@ -203,7 +201,8 @@ class TrainingState:
         loss, size = self._over_ranks(mean, norm, stop)  # the one wait for a GPU
         if not (math.isfinite(loss) and math.isfinite(size)):
             raise Diverged(self._what_diverged(loss, size))
-        clip_gradient(self.parameters, norm, config.clip_norm)
+        if config.clip_norm:
+            clip_gradient(self.parameters.values(), norm, config.clip_norm)
         self.optimizer.step()
         step_end(self.model)
         ended = time.perf_counter()
@@ -236,7 +235,7 @@ class TrainingState:
             kept.append(outcome.memory)
         each = torch.stack(losses)
         mean = each.mean() if shares is None else (each * torch.stack(shares)).sum()
-        return mean, gradient_norm(self.parameters, self.ranks).to(mean.dtype), kept
+        return mean, gradient_norm(self.parameters.values(), self.ranks).to(mean.dtype), kept
 
     def _over_ranks(self, loss: Tensor, norm: Tensor, stop: Stop | None) -> tuple[float, float]:
         """The loss of all ranks and the norm; notes whether one was asked to stop."""

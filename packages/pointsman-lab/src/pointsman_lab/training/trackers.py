@@ -82,14 +82,6 @@ def find_library(name: str) -> Any:
         return importlib.import_module(name)
 
 
-def begin_trackers(
-    names: Sequence[str], tensorboard: bool, folder: Path, step: int, label: str, settings: Mapping[str, Any]
-) -> list[Tracker]:
-    """The trackers of a run in `folder`, of which `step` steps are done; `label` names it."""
-    found: list[Tracker] = [TensorBoard(folder, step)] if tensorboard else []
-    return [*found, *(Library(name, folder, label, settings) for name in names)]
-
-
 def tracked(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Lines of metrics.jsonl of one step as tag -> value."""
     values: dict[str, Any] = dict(scalars([dict(row) for row in rows if row["kind"] == "routing"]))
