@@ -15,7 +15,7 @@ from pointsman._errors import RunError
 from pointsman_lab.runs.comparison import read_comparison, read_plan, write_plan
 from pointsman_lab.runs.environment import differing_bits, environment
 from pointsman_lab.runs.paths import finetuned_path, run_path, slug
-from pointsman_lab.runs.record import MetricsFile, clean_results, is_current, read_metrics
+from pointsman_lab.runs.record import MetricsFile, RunRecord, is_current, read_metrics
 
 
 def test_the_disk_format_needs_no_torch() -> None:
@@ -51,8 +51,9 @@ def test_an_evaluation_says_what_it_is_of() -> None:
         assert not is_current(record, **{**asked, **change})
     assert not is_current(None, **asked)
     attacked = {**results[0], "attack": {"kind": "word"}}
-    assert clean_results({"results": [attacked, *results, "x", {"split": "test"}]}) == {1: results[0], 2: results[1]}
-    assert clean_results({"results": results}, "valid") == {1: results[0], 2: results[1]}
+    for found, split in (([attacked, *results, "x", {"split": "test"}], "test"), (results, "valid")):
+        run = RunRecord(Path("run"), "smoe", 0, {}, evaluation={"results": found})
+        assert run.results(split) == {1: results[0], 2: results[1]}
 
 
 def test_an_environment_equals_itself_and_names_what_differs() -> None:

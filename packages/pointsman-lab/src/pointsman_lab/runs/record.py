@@ -79,14 +79,6 @@ def over_layers(result: Mapping[str, Any], name: str) -> float | None:
     return mean_of(layer.get(name) for layer in layers)
 
 
-def clean_results(record: Mapping[str, Any], split: str = "test") -> dict[int, Mapping[str, Any]]:
-    """Results without an attack, by k: those of `split`, or of the first split in the record where it has no such."""
-    rows = [row for row in record.get("results", ()) if isinstance(row, dict) and not row.get("attack")]
-    splits = [row.get("split") for row in rows]
-    wanted = split if split in splits else (splits[0] if splits else None)
-    return {int(row["top_k"]): row for row in rows if row.get("split") == wanted and finite(row.get("top_k"))}
-
-
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; {} where there is no such file; RunError where it is damaged."""
     return read_json(path) or {}
@@ -167,8 +159,11 @@ class RunRecord:
         return max((int(step) for row in self.metrics("train") if (step := finite(row.get("step")))), default=0)
 
     def results(self, split: str = "test") -> dict[int, Mapping[str, Any]]:
-        """Clean results of the split by k; without that split, those of the first split that was evaluated."""
-        return clean_results(self.evaluation, split)
+        """Results without an attack, by k: those of `split`, or of the first split where it has no such."""
+        rows = [row for row in self.evaluation.get("results", ()) if isinstance(row, dict) and not row.get("attack")]
+        splits = [row.get("split") for row in rows]
+        wanted = split if split in splits else (splits[0] if splits else None)
+        return {int(row["top_k"]): row for row in rows if row.get("split") == wanted and finite(row.get("top_k"))}
 
 
 def label(router: Any) -> str:
