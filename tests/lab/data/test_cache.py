@@ -9,8 +9,7 @@ import pytest
 
 from pointsman._errors import RunError
 from pointsman_lab._files import user_cache_folder
-from pointsman_lab.data import cache
-from pointsman_lab.data.cache import Built, Write, cached
+from pointsman_lab.data.cache import Tokens, cached
 from pointsman_lab.data.vocabulary import Vocabulary
 
 VOCABULARY = Vocabulary.of_bytes(b"abcd")
@@ -21,17 +20,14 @@ class Builder:
         self.calls = 0
         self.before_end = before_end
 
-    def __call__(self, write: Write) -> Built:
+    def __call__(self) -> Tokens:
         self.calls += 1
-        write("train", np.array([0, 1, 2], dtype=np.uint8))
-        write("train", np.array([], dtype=np.uint8))
-        write("train", np.array([3], dtype=np.uint8))
-        write("test", np.array([2, 2], dtype=np.uint8))
+        train, test = ([np.array(ids, dtype=np.uint8) for ids in blocks] for blocks in ([[0, 1, 2], [], [3]], [[2, 2]]))
         self.before_end()
-        return Built(VOCABULARY, {"train": 0, "valid": 0, "test": 1})
+        return Tokens.of(VOCABULARY, {"train": train, "test": test}, {"train": 0, "valid": 0, "test": 1})
 
 
-def check(tokens: cache.Tokens) -> None:
+def check(tokens: Tokens) -> None:
     assert tokens.vocabulary == VOCABULARY
     assert {split: ids.tolist() for split, ids in tokens.arrays.items()} == {
         "train": [0, 1, 2, 3],

@@ -11,7 +11,7 @@ import hashlib
 import json
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,6 @@ from pointsman_lab.data.vocabulary import IdArray, Vocabulary
 
 FORMAT = 1
 
-Write = Callable[[str, IdArray], None]
-
 
 @dataclass(frozen=True)
 class Tokens:
@@ -40,16 +38,17 @@ class Tokens:
     crc32: Mapping[str, int]
     unknown: Mapping[str, int]
 
+    @classmethod
+    def of(cls, vocabulary: Vocabulary, blocks: Mapping[str, Sequence[IdArray]], unknown: Mapping[str, int]) -> Tokens:
+        """The tokens of every split's blocks; `unknown` has every split that exists."""
+        empty = np.zeros(0, dtype=vocabulary.dtype)
+        arrays: dict[str, IdArray] = {split: np.concatenate([empty, *blocks.get(split, [])]) for split in unknown}
+        for array in arrays.values():
+            array.setflags(write=False)
+        return cls(vocabulary, arrays, {split: _crc32(ids) for split, ids in arrays.items()}, unknown)
 
-@dataclass(frozen=True)
-class Built:
-    """The result of building, in addition to the arrays given to `write`; `unknown` has every split that exists."""
 
-    vocabulary: Vocabulary
-    unknown: Mapping[str, int]
-
-
-def cached(key: str, cache: Path, build: Callable[[Write], Built]) -> Tokens:
+def cached(key: str, cache: Path, build: Callable[[], Tokens]) -> Tokens:
     """The tokens for this key: from the cache if it has valid ones, otherwise built and added to the cache.
 
     If the cache cannot be written, a warning is issued and the tokens stay in memory.
@@ -62,7 +61,7 @@ def cached(key: str, cache: Path, build: Callable[[Write], Built]) -> Tokens:
     made: Tokens | None = None
     try:
         with scratch_folder(root) as scratch:
-            made = _made(build)
+            made = build()
             _write(scratch, made)
             move_into_place(scratch, final, lambda: _open(final) is not None)
         return _open(final) or made
@@ -71,7 +70,7 @@ def cached(key: str, cache: Path, build: Callable[[Write], Built]) -> Tokens:
             raise RunError(f"no space left for the token cache in {root}: free some, or set XDG_CACHE_HOME") from None
         reason = error.strerror or str(error)
         warnings.warn(f"the token cache {root} cannot be used ({reason}): tokens stay in memory", stacklevel=2)
-    return made or _made(build)
+    return made or build()
 
 
 def _write(folder: Path, tokens: Tokens) -> None:
@@ -136,13 +135,3 @@ def move_into_place(scratch: Path, final: Path, valid: Callable[[], bool]) -> No
             raise
         return  # another process was first
     sync_folder(final.parent)
-
-
-def _made(build: Callable[[Write], Built]) -> Tokens:
-    blocks: dict[str, list[IdArray]] = {}
-    built = build(lambda split, ids: blocks.setdefault(split, []).append(ids))
-    empty = np.zeros(0, dtype=built.vocabulary.dtype)
-    arrays: dict[str, IdArray] = {split: np.concatenate([empty, *blocks.get(split, [])]) for split in built.unknown}
-    for array in arrays.values():
-        array.setflags(write=False)
-    return Tokens(built.vocabulary, arrays, {split: _crc32(ids) for split, ids in arrays.items()}, built.unknown)

@@ -13,7 +13,7 @@ import numpy as np
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._files import user_cache_folder
-from pointsman_lab.data.cache import FORMAT, Built, Tokens, Write, cached
+from pointsman_lab.data.cache import FORMAT, Tokens, cached
 from pointsman_lab.data.catalog import CORPORA, SPLITS, DataSpec, Level, data_folder, parse_data
 from pointsman_lab.data.download import DataProgress, download
 from pointsman_lab.data.reading import Reader, check_md5, reading
@@ -129,7 +129,7 @@ def _find(
 
 
 class _Build:
-    """Tokenizes a source in bounded memory: builds the vocabulary in a first pass, writes the ids in a second."""
+    """Tokenizes a source: builds the vocabulary in a first pass, the ids in a second."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class _Build:
         name = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in self.source.name)
         return f"{name[:40].lstrip('.')}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
-    def __call__(self, write: Write) -> Built:
+    def __call__(self) -> Tokens:
         source = self.source
         if source.checksum:
             path, size, md5 = source.checksum
@@ -173,18 +173,19 @@ class _Build:
                 self._report("checking", done, size)
         vocabulary = self.vocabulary or self._vocabulary()
         unknown = dict.fromkeys(source.parts, 0)
+        blocks: dict[str, list[IdArray]] = {split: [] for split in source.parts}
         done = 0
         with Reader() as reader:
             for split, spans in source.parts.items():
                 for span in spans:
                     for block in reader.blocks(span, self.level):
                         ids, unknown_here = vocabulary.encode_compact(self._prepared(block))
-                        write(split, ids)
+                        blocks[split].append(ids)
                         unknown[split] += unknown_here
                         done += len(block)
                         self._report("tokenizing", done, source.size)
         self._report("tokenizing", source.size, source.size)
-        return Built(vocabulary, unknown)
+        return Tokens.of(vocabulary, blocks, unknown)
 
     def _vocabulary(self) -> Vocabulary:
         """Built from the training split; at byte level it includes the bytes of all splits and is lossless."""
