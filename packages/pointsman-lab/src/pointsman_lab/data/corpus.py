@@ -128,23 +128,19 @@ def _find(
     return source
 
 
+@dataclass(frozen=True)
 class _Build:
     """Tokenizes a source: builds the vocabulary in a first pass, the ids in a second."""
 
-    def __init__(
-        self,
-        source: Source,
-        wanted: DataSpec,
-        vocabulary: Vocabulary | None,
-        progress: DataProgress | None,
-        pieces: int | None = None,
-    ) -> None:
-        self.source = source
-        self.pieces = pieces
-        self.level = source.level
-        self.keep_newlines = wanted.newlines == "keep"
-        self.vocabulary = vocabulary
-        self.progress = progress
+    source: Source
+    wanted: DataSpec
+    vocabulary: Vocabulary | None
+    progress: DataProgress | None
+    pieces: int | None = None
+
+    @property
+    def keep_newlines(self) -> bool:
+        return self.wanted.newlines == "keep"
 
     @property
     def key(self) -> str:
@@ -160,7 +156,7 @@ class _Build:
                 files[path] = (status.st_size, status.st_mtime_ns)
                 stretches[split].append((path, span.start, span.stop))
         vocabulary = self.vocabulary.digest if self.vocabulary else None
-        what = [FORMAT, files, stretches, self.level, self.keep_newlines, vocabulary]
+        what = [FORMAT, files, stretches, self.source.level, self.keep_newlines, vocabulary]
         text = json.dumps([*what, self.pieces] if self.pieces else what, sort_keys=True)
         name = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in self.source.name)
         return f"{name[:40].lstrip('.')}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
@@ -178,7 +174,7 @@ class _Build:
         with Reader() as reader:
             for split, spans in source.parts.items():
                 for span in spans:
-                    for block in reader.blocks(span, self.level):
+                    for block in reader.blocks(span, self.source.level):
                         ids, unknown_here = vocabulary.encode_compact(self._prepared(block))
                         blocks[split].append(ids)
                         unknown[split] += unknown_here
@@ -189,8 +185,8 @@ class _Build:
 
     def _vocabulary(self) -> Vocabulary:
         """Built from the training split; at byte level it includes the bytes of all splits and is lossless."""
-        if self.level != "byte" and "train" not in self.source.parts:
-            reason = f"a {self.level}-level vocabulary comes from it (or from a trained run, in evaluation)"
+        if self.source.level != "byte" and "train" not in self.source.parts:
+            reason = f"a {self.source.level}-level vocabulary comes from it (or from a trained run, in evaluation)"
             raise RunError(f"{self.source.no_part('train')}; {reason}")
         if self.pieces:
             return learn_pieces(self._sentences(), self.pieces)
@@ -200,23 +196,23 @@ class _Build:
         done = 0
         with Reader() as reader:
             for split, spans in self.source.parts.items():
-                if self.level != "byte" and split != "train":
+                if self.source.level != "byte" and split != "train":
                     continue
                 here = seen.setdefault(split, np.zeros(256, dtype=np.bool_))
                 for span in spans:
-                    for block in reader.blocks(span, self.level):
+                    for block in reader.blocks(span, self.source.level):
                         done += len(block)
                         block = self._prepared(block)
                         if isinstance(block, bytes):
                             here[np.frombuffer(block, dtype=np.uint8)] = True
-                        elif self.level == "char":
+                        elif self.source.level == "char":
                             characters.update(block)
                         else:
                             count_words(block, words, keep_newlines=self.keep_newlines)
                         self._report("reading", done, self.source.size)
-        if self.level == "char":
+        if self.source.level == "char":
             return Vocabulary.of_characters(characters)
-        if self.level == "word":
+        if self.source.level == "word":
             return Vocabulary.of_words(words)
         values = {split: [int(value) for value in np.flatnonzero(here)] for split, here in seen.items()}
         if not any(values.values()):
@@ -228,7 +224,7 @@ class _Build:
         done = 0
         with Reader() as reader:
             for span in self.source.parts["train"]:
-                for block in reader.blocks(span, self.level):
+                for block in reader.blocks(span, self.source.level):
                     text = self._prepared(block)
                     assert isinstance(text, str)
                     for line in text.splitlines(keepends=True):
@@ -243,7 +239,7 @@ class _Build:
             return block
         if isinstance(block, bytes):
             return block.replace(b"\n", b"")
-        return block.replace("\n", "" if self.level == "char" else " ")
+        return block.replace("\n", "" if self.source.level == "char" else " ")
 
     def _report(self, what: str, done: int, total: int) -> None:
         if self.progress:
