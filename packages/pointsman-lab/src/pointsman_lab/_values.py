@@ -7,7 +7,7 @@ import os
 import statistics
 import sys
 import types
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -35,6 +35,15 @@ def mean_of(values: Iterable[Any]) -> float | None:
     """The mean of those values that are finite numbers; None where none is."""
     found = [number for value in values if (number := finite(value)) is not None]
     return statistics.fmean(found) if found else None
+
+
+def flattened(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested tables by their whole names: `model.dim = 64` in a TOML file is a table in a table."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from flattened(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 _OBEYED = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._files import parse_json, read_ordinary
 from pointsman_lab._grid import Grid
-from pointsman_lab._values import most, upper
+from pointsman_lab._values import flattened, most, upper
 from pointsman_lab.registry import entries
 
 WIDTH = 78
@@ -132,7 +132,7 @@ class Parser(argparse.ArgumentParser):
                 raise argparse.ArgumentError(action, f"{value!r}: allowed are true and false")
             return value
         if isinstance(action, argparse._AppendAction):
-            return [f"{name}={one}" for name, one in _flat(value)] if isinstance(value, dict) else _texts(value)
+            return [f"{name}={one}" for name, one in flattened(value)] if isinstance(value, dict) else _texts(value)
         converted = self._get_value(action, ",".join(_texts(value)))
         self._check_value(action, converted)
         return converted
@@ -140,15 +140,6 @@ class Parser(argparse.ArgumentParser):
 
 def _texts(value: Any) -> list[str]:
     return [str(one) for one in value] if isinstance(value, list) else [str(value)]
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Flattens nested tables: `model.dim = 64` in a TOML file is a table in a table."""
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def whole(least: int = 0, name: str = "") -> Callable[[str], int]:

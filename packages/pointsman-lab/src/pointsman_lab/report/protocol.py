@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman_lab._values import finite, written
+from pointsman_lab._values import finite, flattened, written
 from pointsman_lab.report.series import BINS
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import Comparison
@@ -195,17 +195,17 @@ def stochastic(router: str) -> bool:
 def settings(comparison: Comparison) -> list[tuple[str, str]]:
     """The settings that all runs share: (name in words, value)."""
     source = comparison.settings if not comparison.single else next(iter(comparison.runs.values())).config
-    return [(_words(name), _plain(value)) for name, value in _flat(source) if name not in _NO_SETTINGS]
+    told = ((name, value) for name, value in flattened(source) if value is not None and name not in _NO_SETTINGS)
+    return [(_words(name), _plain(value)) for name, value in told]
 
 
 def environment(comparison: Comparison) -> list[tuple[str, str]]:
     """Versions, device, threads, kernels: (name in words, value), all where runs differ; what each node trained."""
     found: dict[str, list[str]] = {}
     for run in comparison.runs.values():
-        for name, value in _flat(run.environment):
-            values = found.setdefault(name, [])
-            if _plain(value) not in values:
-                values.append(_plain(value))
+        for name, value in flattened(run.environment):
+            if value is not None and (text := _plain(value)) not in found.setdefault(name, []):
+                found[name].append(text)
     trained: dict[str, list[str]] = {}
     for run_name, nodes in comparison.nodes.items():
         for node in dict.fromkeys(nodes):
@@ -213,16 +213,6 @@ def environment(comparison: Comparison) -> list[tuple[str, str]]:
             trained.setdefault(f"node {node}", []).append(run_name + left)
     words = [(_words(name), " / ".join(values)) for name, values in found.items() if name != "format"]
     return words + [(node, "; ".join(names)) for node, names in sorted(trained.items())]
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    flat: list[tuple[str, Any]] = []
-    for name, value in values.items():
-        if isinstance(value, dict):
-            flat += _flat(value, f"{prefix}{name}.")
-        elif value is not None:
-            flat.append((prefix + name, value))
-    return flat
 
 
 def _words(name: str) -> str:
