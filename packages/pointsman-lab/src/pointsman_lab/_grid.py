@@ -154,6 +154,7 @@ def wrapped(markdown: str, width: int = 120) -> str:
         if len(line) <= width or line.startswith(("|", "#", "    ")):
             return [line]
         indent = "  " if line.startswith("- ") else ""
+        line = re.sub(rf"\S{{{width},}}", lambda word: word[0].replace(",", ", "), line)  # names of files in braces
         return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
     return "\n".join(part for line in markdown.split("\n") for part in lines(line))
