@@ -93,6 +93,7 @@ class Task(ABC):
         name: of the data, for names of files.
         fingerprint: of the data; a checkpoint of other data is refused.
         files: name -> JSON of further files of the run directory.
+        fills_vocabulary: whether every id of a model's vocabulary stands for something.
         fixed_shapes: whether every row of every batch has equally many targets.
         notes: what the user should know of the model that `build_model` made.
         may_choose: whether the best validation, larger = better, may choose the evaluated weights (`best.Best`).
@@ -102,13 +103,20 @@ class Task(ABC):
     name: str = ""
     fingerprint: str
     files: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    fills_vocabulary = False
     fixed_shapes = False
     may_choose = False
     notes: Sequence[str] = ()
 
     def prepared(self, config: RunConfig) -> RunConfig:
-        """The settings with what follows from the data."""
-        return config.with_vocabulary(self.vocabulary.size)
+        """The settings with what follows from the data; a model that starts from a folder keeps its size."""
+        size, model = self.vocabulary.size, config.model
+        if not (folder := config.own.get("start_from")):
+            return config.with_vocabulary(size)
+        whole = getattr(model, "vocab_size", 0)
+        if size > whole or (size < whole and self.fills_vocabulary):
+            raise RunError(f"the tokenizer does not fit: it has {size:,} ids, the model in {folder} {whole:,}")
+        return config
 
     @abstractmethod
     def check(self, config: RunConfig) -> None:
@@ -116,7 +124,15 @@ class Task(ABC):
 
     def build_model(self, config: RunConfig) -> Any:
         """The model at step 0."""
-        return build_model(config.model)
+        if not config.own.get("start_from"):
+            return build_model(config.model)
+        model, note = self.started(config)
+        self.notes = (note,)
+        return model
+
+    def started(self, config: RunConfig) -> tuple[Any, str]:
+        """The model with the weights in the folder `start_from`, and a line about them."""
+        raise NotImplementedError
 
     @abstractmethod
     def batches(self, config: RunConfig, device: torch.device) -> Batches:

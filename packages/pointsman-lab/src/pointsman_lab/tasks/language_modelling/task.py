@@ -20,7 +20,6 @@ from pointsman_lab.data.streams import BatchStream, EvalStream
 from pointsman_lab.data.subwords import has_tokenizer
 from pointsman_lab.data.vocabulary import Vocabulary
 from pointsman_lab.evaluation.passes import EvaluationContext
-from pointsman_lab.models.config import build_model
 from pointsman_lab.tasks.language_modelling.evaluation import EvalProtocol, evaluate
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.kernels import autocast
@@ -56,29 +55,17 @@ class LanguageModelling(Task):
             tokenizer = start_from
         return cls(open_corpus(config.data, vocabulary=vocabulary, tokenizer=tokenizer, progress=progress))
 
-    def prepared(self, config: RunConfig) -> RunConfig:
-        if not config.own["start_from"]:
-            return super().prepared(config)
-        model: Any = config.model
-        if self.vocabulary.size > model.vocab_size:
-            raise RunError(
-                f"the tokenizer does not fit: it has {self.vocabulary.size:,} ids, the model in "
-                f"{config.own['start_from']} {model.vocab_size:,}"
-            )
-        return config
-
     def check(self, config: RunConfig) -> None:
         self.batches(config, torch.device("cpu"))
         EvalStream(self.corpus.split(config.eval_split), config.eval_batch_size, config.eval_segment_length)
 
     def build_model(self, config: RunConfig) -> Any:
-        if not config.own["start_from"]:
-            return self._calibrated(build_model(config.model))
+        return self._calibrated(super().build_model(config))
+
+    def started(self, config: RunConfig) -> tuple[Any, str]:
         from pointsman_lab.tasks.language_modelling.start import started
 
-        model, note = started(config)
-        self.notes = (note,)
-        return self._calibrated(model)
+        return started(config)
 
     def _calibrated(self, model: nn.Module) -> nn.Module:
         """The model, its routers told how often each id is in the training data, if they need that."""

@@ -19,7 +19,6 @@ from pointsman.ranks import ALONE
 from pointsman_lab.data.download import DataProgress
 from pointsman_lab.data.pieces import Pieces, open_pieces, shares
 from pointsman_lab.evaluation.passes import EvaluationContext, Pass, draws, evaluated
-from pointsman_lab.models.config import build_model
 from pointsman_lab.models.encoder import Encoder, EncoderConfig
 from pointsman_lab.models.memory import Memory
 from pointsman_lab.tasks.masked_language_modelling.blocks import MaskedStream, Masking, PackedText, validation_batch
@@ -107,6 +106,8 @@ class MaskedLanguageModelling(Task):
     Its reported part is the validation part: it chooses nothing, because the last step is evaluated.
     """
 
+    fills_vocabulary = True
+
     def __init__(self, text: PackedText) -> None:
         self.text = text
         self.vocabulary = text.pieces
@@ -135,25 +136,10 @@ class MaskedLanguageModelling(Task):
     def check(self, config: RunConfig) -> None:
         check(config)
 
-    def prepared(self, config: RunConfig) -> RunConfig:
-        if not config.own["start_from"]:
-            return super().prepared(config)
-        model: Any = config.model
-        if self.vocabulary.size != model.vocab_size:
-            raise RunError(
-                f"the pieces do not fit: they are {self.vocabulary.size:,}, and the model in "
-                f"{config.own['start_from']} has {model.vocab_size:,}"
-            )
-        return config
-
-    def build_model(self, config: RunConfig) -> Any:
-        if not config.own["start_from"]:
-            return build_model(config.model)
+    def started(self, config: RunConfig) -> tuple[Any, str]:
         from pointsman_lab.tasks.masked_language_modelling.start import started
 
-        model, note = started(config)
-        self.notes = (note,)
-        return model
+        return started(config)
 
     def batches(self, config: RunConfig, device: torch.device) -> Batches:
         exponent = config.own["language_exponent"]
