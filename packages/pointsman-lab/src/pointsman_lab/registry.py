@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import import_module, metadata
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
@@ -52,6 +53,8 @@ class TaskEntry:
     Attributes:
         name: of the task.
         families: families of models that `train` trains on this task.
+        configs, task, tuning, reader, starter: what `config` (one for each family), `open`, `fine_tuning`, `vocabulary`
+            and `start` ask, as MODULE:NAME; a task may have the methods instead.
         takes: other families whose models learn it, from the weights of a run.
         levels: of vocabularies ("level" in vocabulary.json) that `vocabulary` reads.
         presets: preset -> settings of a run; those of its model under "model"; besides "family", "router" (the
@@ -66,6 +69,8 @@ class TaskEntry:
 
     name = ""
     families: tuple[str, ...] = ()
+    configs: tuple[str, ...] = ()
+    task = tuning = reader = starter = ""
     takes: tuple[str, ...] = ()
     levels: tuple[str, ...] = ()
     presets: Mapping[str, Values] = MappingProxyType({})
@@ -81,19 +86,19 @@ class TaskEntry:
 
     def config(self, family: str) -> Any:
         """The class of a family's settings, a `ModelConfig`."""
-        raise NotImplementedError
+        return resolve_name(self.configs[self.families.index(family)])
 
     def open(self, config: Any, progress: Any = None, vocabulary: Any = None) -> Any:
         """The `Task` of these settings, with its data; see `training.task.pretraining_task`."""
-        raise NotImplementedError
+        return resolve_name(self.task).open(config, progress, vocabulary)
 
     def fine_tuning(self) -> Any:
         """The class of what `learns` names, a `finetuning.task.FineTuning`."""
-        raise NotImplementedError
+        return resolve_name(self.tuning)
 
     def vocabulary(self, text: str) -> Any:
         """What vocabulary.json holds. ValueError: it is damaged."""
-        raise NotImplementedError
+        return resolve_name(self.reader)(text)
 
     def sentences(self, spec: str) -> Any:
         """The sentences by language (`data.pieces.MultilingualText`) of data; None: this task does not know them."""
@@ -118,6 +123,8 @@ class TaskEntry:
 
     def start(self, config: Any, folder: str, router: str | None) -> Any:
         """The settings of a run that starts from the weights in a folder of transformers, with this router."""
+        if self.starter:
+            return resolve_name(self.starter)(config, folder, router)
         raise RunError(f"--from {folder}: models of the family {config.model.family!r} start from no folder")
 
     def export(self, run: Any, top_k: int) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from pointsman_lab.registry import TaskEntry
 
@@ -23,6 +22,7 @@ Defaults are HyperRouter's: all experts chosen (k = N), Adam at 1e-4, batch 16
 class ClassificationEntry(TaskEntry):
     name = "classification"
     takes = ("transformer-xl", "decoder")
+    tuning = "pointsman_lab.tasks.classification.task:Classification"
     learns_files = True
 
     def epilog(self, command: str) -> str:
@@ -33,11 +33,6 @@ class ClassificationEntry(TaskEntry):
         from pointsman_lab.tasks.classification.data import TASKS
 
         return tuple(TASKS)
-
-    def fine_tuning(self) -> Any:
-        from pointsman_lab.tasks.classification.task import Classification
-
-        return Classification
 
 
 TASK = ClassificationEntry()

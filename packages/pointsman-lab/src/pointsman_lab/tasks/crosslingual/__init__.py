@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from pointsman_lab.registry import TaskEntry
 
@@ -18,6 +17,7 @@ length 128 or 384. --task-preset finetune-xmoe: X-MoE's settings.
 class CrossLingualEntry(TaskEntry):
     name = "crosslingual"
     takes = ("encoder",)
+    tuning = "pointsman_lab.tasks.crosslingual.task:CrossLingual"
     together = ("udpos", "panx", "xquad", "mlqa", "tydiqa", "xnli", "pawsx")
 
     def epilog(self, command: str) -> str:
@@ -28,11 +28,6 @@ class CrossLingualEntry(TaskEntry):
         from pointsman_lab.tasks.crosslingual.xtreme import XTREME
 
         return tuple(XTREME)
-
-    def fine_tuning(self) -> Any:
-        from pointsman_lab.tasks.crosslingual.task import CrossLingual
-
-        return CrossLingual
 
 
 TASK = CrossLingualEntry()

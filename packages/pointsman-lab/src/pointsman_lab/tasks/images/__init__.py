@@ -49,26 +49,14 @@ SETTINGS = {"augment": Setting("", "what is done to training images: crop=4+flip
 class Images(TaskEntry):
     name = "images"
     families = ("vit",)
+    configs = ("pointsman_lab.tasks.images.vit:VisionTransformerConfig",)
+    task = "pointsman_lab.tasks.images.task:ImageClassification"
+    reader = "pointsman_lab.tasks.images.image_set:ClassNames.from_json"
     levels = ("class",)
     presets = PRESETS
     settings = SETTINGS
     unread = frozenset({"memory_length", "eval_memory_length", "segment_length", "eval_segment_length"})
     records = ("robust-*.json",)
-
-    def config(self, family: str) -> Any:
-        from pointsman_lab.tasks.images.vit import VisionTransformerConfig
-
-        return VisionTransformerConfig
-
-    def open(self, config: Any, progress: Any = None, vocabulary: Any = None) -> Any:
-        from pointsman_lab.tasks.images.task import ImageClassification
-
-        return ImageClassification.open(config, progress, vocabulary)
-
-    def vocabulary(self, text: str) -> Any:
-        from pointsman_lab.tasks.images.image_set import ClassNames
-
-        return ClassNames.from_json(text)
 
     def epilog(self, command: str) -> str:
         return EXAMPLE if command == "evaluate" else ""

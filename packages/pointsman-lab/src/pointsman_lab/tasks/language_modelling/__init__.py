@@ -111,33 +111,13 @@ SETTINGS = {
 class LanguageModelling(TaskEntry):
     name = "language_modelling"
     families = ("transformer-xl", "decoder")
+    configs = ("pointsman_lab.models.transformer_xl:TransformerXLConfig", "pointsman_lab.models.decoder:DecoderConfig")
+    task = "pointsman_lab.tasks.language_modelling.task:LanguageModelling"
+    reader = "pointsman_lab.data.subwords:read_vocabulary"
+    starter = "pointsman_lab.tasks.language_modelling.start:start_config"
     levels = ("byte", "char", "word", "subword")
     presets = PRESETS
     settings = SETTINGS
-
-    def config(self, family: str) -> Any:
-        if family == "decoder":
-            from pointsman_lab.models.decoder import DecoderConfig
-
-            return DecoderConfig
-        from pointsman_lab.models.transformer_xl import TransformerXLConfig
-
-        return TransformerXLConfig
-
-    def open(self, config: Any, progress: Any = None, vocabulary: Any = None) -> Any:
-        from pointsman_lab.tasks.language_modelling.task import LanguageModelling as Task
-
-        return Task.open(config, progress, vocabulary)
-
-    def vocabulary(self, text: str) -> Any:
-        from pointsman_lab.data.subwords import read_vocabulary
-
-        return read_vocabulary(text)
-
-    def start(self, config: Any, folder: str, router: str | None) -> Any:
-        from pointsman_lab.tasks.language_modelling.start import start_config
-
-        return start_config(config, folder, router)
 
     def export(self, run: Any, top_k: int) -> Any:
         if run.config.model.family != "decoder":

@@ -62,30 +62,14 @@ SETTINGS = {
 class MaskedLanguageModelling(TaskEntry):
     name = "masked_language_modelling"
     families = ("encoder",)
+    configs = ("pointsman_lab.models.encoder:EncoderConfig",)
+    task = "pointsman_lab.tasks.masked_language_modelling.task:MaskedLanguageModelling"
+    reader = "pointsman_lab.data.pieces:Pieces.from_json"
+    starter = "pointsman_lab.tasks.masked_language_modelling.start:start_config"
     levels = ("piece",)
     presets = PRESETS
     settings = SETTINGS
     unread = frozenset({"memory_length", "eval_memory_length", "eval_segment_length", "eval_split"})
-
-    def config(self, family: str) -> Any:
-        from pointsman_lab.models.encoder import EncoderConfig
-
-        return EncoderConfig
-
-    def open(self, config: Any, progress: Any = None, vocabulary: Any = None) -> Any:
-        from pointsman_lab.tasks.masked_language_modelling.task import MaskedLanguageModelling as Task
-
-        return Task.open(config, progress, vocabulary)
-
-    def start(self, config: Any, folder: str, router: str | None) -> Any:
-        from pointsman_lab.tasks.masked_language_modelling.start import start_config
-
-        return start_config(config, folder, router)
-
-    def vocabulary(self, text: str) -> Any:
-        from pointsman_lab.data.pieces import Pieces
-
-        return Pieces.from_json(text)
 
     def sentences(self, spec: str) -> Any:
         if spec.partition(":")[0] not in ("xtreme-text", "multilingual"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pointsman_lab.registry import Setting, TaskEntry
 
 PRESETS = {
@@ -32,19 +30,11 @@ SETTINGS = {
 class Translation(TaskEntry):
     name = "translation"
     families = ("encoder-decoder",)
+    configs = ("pointsman_lab.tasks.translation.model:TranslationConfig",)
+    task = "pointsman_lab.tasks.translation.task:Translation"
     presets = PRESETS
     settings = SETTINGS
     unread = frozenset({"memory_length", "eval_memory_length", "eval_segment_length"})
-
-    def config(self, family: str) -> Any:
-        from pointsman_lab.tasks.translation.model import TranslationConfig
-
-        return TranslationConfig
-
-    def open(self, config: Any, progress: Any = None, vocabulary: Any = None) -> Any:
-        from pointsman_lab.tasks.translation.task import Translation as Task
-
-        return Task.open(config, progress, vocabulary)
 
 
 TASK = Translation()
