@@ -12,8 +12,7 @@ from pointsman_lab.diagnosis import Settings, diagnose_path
 from pointsman_lab.models.transformer_xl import TransformerXLConfig
 from pointsman_lab.report.summary import summary
 from pointsman_lab.runs.paths import run_path
-from pointsman_lab.tasks.language_modelling.evaluation import evaluate
-from pointsman_lab.tasks.language_modelling.task import corpus_of, eval_protocol
+from pointsman_lab.tasks.language_modelling.task import corpus_of, eval_protocol, evaluate
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.run import load_run
 from pointsman_lab.training.trainer import train

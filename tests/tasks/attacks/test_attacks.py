@@ -11,7 +11,7 @@ from pointsman_lab.data.vocabulary import IdArray, Vocabulary
 from pointsman_lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 from pointsman_lab.tasks.attacks.attacks import RATES, Attack, attack_texts
 from pointsman_lab.tasks.attacks.runs import attack_part, change_under_attack, evaluate_attack
-from pointsman_lab.tasks.language_modelling.evaluation import EvalProtocol, evaluate
+from pointsman_lab.tasks.language_modelling.task import EvalProtocol, evaluate
 
 TEXT = (
     " ".join(f"{'word' * (i % 3 + 1)}{chr(97 + i % 26)}\n" if i % 9 == 0 else f"Some{i}" for i in range(500)) + "  end"

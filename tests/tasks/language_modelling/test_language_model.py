@@ -15,7 +15,7 @@ from pointsman.ops.kernels import Kernels, using
 from pointsman.recording import record_routing
 from pointsman_lab.evaluation.passes import EvaluationContext
 from pointsman_lab.models.transformer_xl import TransformerXL, TransformerXLConfig
-from pointsman_lab.tasks.language_modelling.evaluation import EvalProtocol, evaluate, quality
+from pointsman_lab.tasks.language_modelling.task import EvalProtocol, evaluate, quality
 
 TOKENS = np.random.default_rng(0).integers(0, 20, 200).astype(np.uint8)
 WHOLE = EvalProtocol(batch_size=1, segment_length=16, memory_length=200)

@@ -22,8 +22,7 @@ from pointsman_lab.data.pieces import END, START
 from pointsman_lab.data.task_streams import padded
 from pointsman_lab.recipes import preset
 from pointsman_lab.tasks.translation.data import ids_of, open_parallel
-from pointsman_lab.tasks.translation.evaluation import search
-from pointsman_lab.tasks.translation.model import TranslationConfig, Translator
+from pointsman_lab.tasks.translation.model import TranslationConfig, Translator, search
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.run import load_run
 from pointsman_lab.training.task import pretraining_task

@@ -33,8 +33,7 @@ from pointsman_lab.runs.paths import slug
 from pointsman_lab.runs.record import RunRecord
 from pointsman_lab.tasks.attacks.attacks import Attack, Attacked, attack_texts
 from pointsman_lab.tasks.attacks.table import AttackTable, attack_tables
-from pointsman_lab.tasks.language_modelling.evaluation import EvalProtocol, evaluate
-from pointsman_lab.tasks.language_modelling.task import corpus_of, eval_protocol
+from pointsman_lab.tasks.language_modelling.task import EvalProtocol, corpus_of, eval_protocol, evaluate
 from pointsman_lab.training.run import Run, runs_at
 
 FORMAT = 1

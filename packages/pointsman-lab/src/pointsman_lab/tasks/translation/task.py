@@ -18,8 +18,7 @@ from pointsman_lab.data.streams import IGNORE
 from pointsman_lab.data.task_streams import PADDING, Encoded, TaskStream, eval_batches, padded
 from pointsman_lab.evaluation.passes import EvaluationContext, Pass, evaluated
 from pointsman_lab.tasks.translation.data import Pairs, ParallelText, ids_of, open_parallel
-from pointsman_lab.tasks.translation.evaluation import LENGTH_PENALTY, LONGER, MORE, scorers, search
-from pointsman_lab.tasks.translation.model import TranslationConfig
+from pointsman_lab.tasks.translation.model import LENGTH_PENALTY, LONGER, MORE, TranslationConfig, scorers, search
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.objectives import Objective, class_loss, logits_alone, objective_of
 from pointsman_lab.training.task import Batches, Observed, Task, target_nats
