@@ -26,8 +26,8 @@ ROOMS = {
         "replay", "parallel", "diagnostics", "hf", "engines", "testing",
     ),
     "pointsman_lab": (
-        "_shapes", "_files", "_values", "_grid", "intervals", "processes", "progress", "registry", "models", "data",
-        "runs", "evaluation", "training", "recipes", "finetuning", "traces", "checkpoints", "report",
+        "_shapes", "_files", "_values", "_grid", "canonical", "intervals", "processes", "progress", "registry",
+        "models", "data", "runs", "evaluation", "training", "recipes", "finetuning", "traces", "checkpoints", "report",
         "exam", "planning", "diagnosis", "testing", "checks", "cli", "tasks", "__main__",
     ),
 }  # fmt: skip

@@ -18,9 +18,7 @@ from pointsman.hf.counterpart import (
     load_gate,
     routed_by,
     same_forward,
-    shared_experts,
     virtual_experts_of,
-    why_without,
 )
 from pointsman.hf.gates import Gate, find_gates, survey
 from pointsman.hf.layouts import first_k
@@ -152,7 +150,6 @@ def test_rules_of_their_own_have_no_counterpart(name: str) -> None:
     gates = gates_of(zoo.tiny_model(name))
     assert gates
     assert {counterpart(gate) for gate in gates} == {None}
-    assert all(len(why_without(gate)) > 20 for gate in gates)
 
 
 @pytest.mark.parametrize("name", NO_GATE)
@@ -299,7 +296,6 @@ def test_the_settings_of_deepseek_v3() -> None:
     model = zoo.tiny_model("deepseek_v3", n_routed_experts=64, num_local_experts=64, n_group=8, topk_group=4)
     gate = find_gates(model)[0]
     assert counterpart(gate) == "loss-free:groups=8:kept=4:scale=2.5"
-    assert shared_experts(gate) == 1
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "jamba", "flint", "gpt_oss", "kolibri1", "phimoe"])

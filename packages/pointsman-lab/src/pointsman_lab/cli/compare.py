@@ -104,7 +104,7 @@ def run(arguments: Sequence[str]) -> int:
     if values.processes:
         flags.without_effect(values, ["--tune"], "with --processes: tune without it first")
         flags.without_effect(values, ["--jobs"], "with --processes: one run after another has all of them")
-    from pointsman.routers.frame.canonical import same_routers
+    from pointsman_lab.canonical import same_routers
     from pointsman_lab.report.results import write_tables
     from pointsman_lab.training.compare import Plan, compare, default_jobs
     from pointsman_lab.training.task import check_on_ranks

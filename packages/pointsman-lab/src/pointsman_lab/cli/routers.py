@@ -81,8 +81,8 @@ def listing() -> str:
 
 def explain_spec(spec: str) -> str:
     """`explain` of a name, or of the router and the mixer of a spec; "+similarity" is the mixer alone."""
-    from pointsman.routers.frame.canonical import canonical
     from pointsman.routers.frame.registry import build_router, format_spec, parse_spec
+    from pointsman_lab.canonical import canonical
 
     if not any(sign in spec.removeprefix("+") for sign in ":+@"):
         return explain(spec.removeprefix("+"))

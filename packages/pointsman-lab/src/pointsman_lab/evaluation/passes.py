@@ -1,4 +1,4 @@
-"""What all evaluations share: a pass over the data at each k, with progress, autocast and what the routers do."""
+"""What all evaluations share: a pass over the data at each k with progress and autocast, and what routers do in it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pointsman._errors import RunError
 from pointsman.control import named_routers, set_top_k
+from pointsman.diagnostics.base import unmixed
 from pointsman.diagnostics.collection import Diagnostics
 from pointsman.diagnostics.observe import evaluating
 from pointsman.ranks import ALONE, Ranks
@@ -219,3 +220,19 @@ def eval_top_k(model: nn.Module, top_k: Sequence[int]) -> tuple[int | None, ...]
         if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= min(experts):
             raise RunError(f"top_k={k!r}: allowed are whole numbers from 1 to {min(experts)} (the number of experts)")
     return tuple(top_k)
+
+
+def map_routing(routing: Routing, function: Callable[[Tensor], Tensor]) -> Routing:
+    """`function` applied to each tensor of a row for each token: to select tokens or move to a device."""
+    fields = (routing.experts, routing.weights, routing.probs, routing.logits)
+    experts, weights, probs, logits = map(function, fields)
+    before = None if routing.unmixed is None else function(routing.unmixed)
+    return Routing(experts, weights, probs, logits, unmixed=before, how=routing.combine.rows(function))
+
+
+def join_routings(routings: Sequence[Routing]) -> Routing:
+    """One routing of the tokens of all `routings`, in order."""
+    fields = [(one.experts, one.weights, one.probs, one.logits, unmixed(one)) for one in routings]
+    experts, weights, probs, logits, before = (torch.cat(tensors) for tensors in zip(*fields, strict=True))
+    combine = routings[0].combine.joined([one.combine for one in routings])
+    return Routing(experts, weights, probs, logits, unmixed=before, how=combine)

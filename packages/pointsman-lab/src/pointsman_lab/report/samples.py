@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from pointsman._errors import RunError
 from pointsman.control import named_routers, set_top_k
-from pointsman.diagnostics.base import join_routings, map_routing
 from pointsman.diagnostics.observe import evaluating
 from pointsman.ops.kernels import using
 from pointsman.recording import observe_routing
@@ -24,6 +23,7 @@ from pointsman.routing import Routing, RoutingContext
 from pointsman_lab._files import temporary_folder, write_whole
 from pointsman_lab.data.vocabulary import END_OF_LINE
 from pointsman_lab.evaluation.explorer import pack
+from pointsman_lab.evaluation.passes import join_routings, map_routing
 from pointsman_lab.models.memory import Memory
 from pointsman_lab.registry import OLDEST, family
 from pointsman_lab.report.inside import readable

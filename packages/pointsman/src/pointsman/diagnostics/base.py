@@ -7,7 +7,7 @@ select tokens (specialisation, similarity of outputs, Jacobians): their `update`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Self
 
 import torch
@@ -125,22 +125,6 @@ def table(values: Tensor) -> list[list[float | None]]:
 def ratio(top: float | None, bottom: float | None) -> float | None:
     """top / bottom; None if either is missing or bottom is 0."""
     return None if top is None or not bottom else number(top / bottom)
-
-
-def map_routing(routing: Routing, function: Callable[[Tensor], Tensor]) -> Routing:
-    """`function` applied to each tensor of a row for each token: to select tokens or move to a device."""
-    fields = (routing.experts, routing.weights, routing.probs, routing.logits)
-    experts, weights, probs, logits = map(function, fields)
-    before = None if routing.unmixed is None else function(routing.unmixed)
-    return Routing(experts, weights, probs, logits, unmixed=before, how=routing.combine.rows(function))
-
-
-def join_routings(routings: Sequence[Routing]) -> Routing:
-    """One routing of the tokens of all `routings`, in order."""
-    fields = [(one.experts, one.weights, one.probs, one.logits, unmixed(one)) for one in routings]
-    experts, weights, probs, logits, before = (torch.cat(tensors) for tensors in zip(*fields, strict=True))
-    combine = routings[0].combine.joined([one.combine for one in routings])
-    return Routing(experts, weights, probs, logits, unmixed=before, how=combine)
 
 
 def chosen(routing: Routing, mask: Tensor | None, *, virtual: bool = False) -> Tensor:

@@ -8,7 +8,7 @@ result depends on the gate's code and settings alone, not on its trained weights
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,24 +28,6 @@ GROUPS = ("num_group", "n_group", "num_expert_group")
 KEPT = ("topk_group", "limited_groups", "num_limited_groups")
 TRAINING_OPTIONS = ("update", "rate", "centre", "bins", "jitter")
 """Options that do not change what a forward computes."""
-GEMMA = "normalises its input, and multiplies each expert's weight by a trained factor"
-WITHOUT = {
-    "Gemma4TextRouter": GEMMA,
-    "DiffusionGemmaTextRouter": GEMMA,
-    "InklingTopkRouter": "scores its shared experts, too; their weights and those of the chosen experts sum to 1",
-    "NllbMoeTop2Router": "draws its second expert, or renormalises the weights that its capacity leaves",
-}
-"""Class -> why it has no counterpart, where that is known."""
-
-
-def counterparts(gates: Sequence[Gate]) -> dict[str, str | None]:
-    """Layer -> `counterpart` of its gate; gates of equal class and settings are compared once."""
-    found: dict[Any, str | None] = {}
-    for gate in gates:
-        key = _settings(gate)
-        if key not in found:
-            found[key] = counterpart(gate)
-    return {gate.layer: found[_settings(gate)] for gate in gates}
 
 
 def counterpart(gate: Gate) -> str | None:
@@ -80,13 +62,6 @@ def counterpart(gate: Gate) -> str | None:
         if torch.allclose(found * float(scale), wanted, rtol=TOLERANCE, atol=TOLERANCE):
             return spec if scale == "1" else f"{spec}:scale={scale}"
     return None
-
-
-def why_without(gate: Gate) -> str:
-    """Why `counterpart` is None."""
-    name = type(gate.module).__name__
-    general = "has a rule that no router here has" if gate.form.linear else "does not score with one weight"
-    return f"{name} {WITHOUT.get(name, general)}"
 
 
 def same_forward(spec: str, other: str) -> bool:
@@ -139,23 +114,6 @@ def correction_bias(gate: Gate) -> Tensor | None:
     tensors += [getattr(gate.block, name) for name in gate.form.extras]
     found = [tensor for tensor in tensors if tensor.numel() == gate.num_experts and tensor.is_floating_point()]
     return found[0] if len(found) == 1 else None
-
-
-def shared_experts(gate: Gate) -> float:
-    """The width of the block's always-active shared experts, in hidden widths of one expert; 0 without any."""
-    width = 0
-    for name, child in gate.block.named_children():
-        if "shared" in name:
-            width += sum(part.in_features for path, part in child.named_modules() if _is_down(path, part))
-    down = getattr(gate.experts, "down_proj", None)
-    if not width or not isinstance(down, Tensor):
-        return 0.0
-    hidden = [size for size in down.shape[1:] if size != gate.dim] or [gate.dim]
-    return width / hidden[0]
-
-
-def _is_down(path: str, part: nn.Module) -> bool:
-    return isinstance(part, nn.Linear) and path.rpartition(".")[2] in ("down_proj", "w2", "output_linear")
 
 
 def routed_by(gate: Gate, hidden: Tensor) -> Tensor:
@@ -261,19 +219,3 @@ def _groups(gate: Gate) -> list[list[str]]:
         return [[]]
     options = [f"groups={groups}", f"kept={kept}"]
     return [[], options, [*options, "group_score=max"]]
-
-
-def _settings(gate: Gate) -> tuple[Any, ...]:
-    """Everything on which a counterpart depends."""
-    values = {name: value for name, value in vars(gate.module).items() if isinstance(value, int | float | str)}
-    router = getattr(getattr(gate.module, "pointsman", None), "spec", None)
-    return (
-        type(gate.module),
-        virtual_experts_of(gate),
-        gate.num_experts,
-        gate.dim,
-        gate.form,
-        tuple(sorted(values.items())),
-        getattr(gate.block, "top_k", None),
-        router,
-    )

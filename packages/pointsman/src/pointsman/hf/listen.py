@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from pointsman._errors import did_you_mean
-from pointsman.diagnostics import Fluctuation
 from pointsman.hf.counterpart import correction_bias
 from pointsman.hf.forms import Form, NotAGateError
 from pointsman.hf.gates import candidates, no_gate, survey
@@ -54,7 +52,6 @@ class GateListener:
         layers: layer -> what is known of it before it runs.
         gates: gate -> its module, also of those that cannot be observed.
         unsupported: layer -> why its gate cannot be observed.
-        bfloat16: layer -> fluctuation between the gate in float32 and in bf16.
 
     Raises:
         ValueError: the model has no gate that can be observed.
@@ -74,19 +71,13 @@ class GateListener:
             name = type(gate.module).__name__ if router is None else router.spec
             self.layers[gate.layer] = Listened(gate.num_experts, name, own or correction_bias(gate) is not None)
         self.unsupported: dict[str, str] = {}
-        self.bfloat16: dict[str, Fluctuation] = {}
-        self._copies: dict[str, tuple[nn.Module, nn.Module] | None] = {}  # gate -> in float32 and in bf16
         home = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
         self._given = None if home is None else Given(home)
 
-    def hooks(
-        self, observe: Callable[..., object], mask: Tensor | None = None, bfloat16: bool = False, strict: bool = True
-    ) -> list[RemovableHandle]:
+    def hooks(self, observe: Callable[..., object], strict: bool = True) -> list[RemovableHandle]:
         """Calls `observe` (`control.Observer`) for every gate.
 
         Args:
-            mask: [B, T] bool, the tokens that the comparison counts.
-            bfloat16: also compares each gate in float32 and in bf16.
             strict: a gate that cannot be observed is an error; else it is kept in `unsupported`.
         """
         handles = []
@@ -94,17 +85,15 @@ class GateListener:
             handles.append(self._given.model.register_forward_pre_hook(self._given, with_kwargs=True))
         for name, module in self.gates.items():
             router = getattr(module, "pointsman", None)
-            hook = self._gate_hook(name, observe, mask, bfloat16, strict) if router is None else None
+            hook = self._gate_hook(name, observe, strict) if router is None else None
             hook = hook or self._router_hook(name, observe)
             handles.append((module if router is None else router).register_forward_hook(hook, with_kwargs=True))
         return handles
 
     @contextmanager
-    def listen(
-        self, observe: Callable[..., object], mask: Tensor | None = None, bfloat16: bool = False
-    ) -> Iterator[None]:
+    def listen(self, observe: Callable[..., object]) -> Iterator[None]:
         """`hooks` inside the `with`; what cannot be observed is kept in `unsupported`."""
-        handles = self.hooks(observe, mask, bfloat16, strict=False)
+        handles = self.hooks(observe, strict=False)
         try:
             yield
         finally:
@@ -124,9 +113,7 @@ class GateListener:
 
         return hook
 
-    def _gate_hook(
-        self, name: str, observe: Callable[..., object], mask: Tensor | None, bfloat16: bool, strict: bool
-    ) -> Callable[..., None]:
+    def _gate_hook(self, name: str, observe: Callable[..., object], strict: bool) -> Callable[..., None]:
         layer = name.rpartition(".")[0]
 
         @torch.no_grad()
@@ -141,8 +128,6 @@ class GateListener:
                 self.unsupported[layer] = str(error)
                 return
             observe(layer, routing, self._context(name, len(flat)), flat)
-            if bfloat16:
-                self._compare_precisions(name, gate, args, kwargs, mask)
 
         return hook
 
@@ -159,37 +144,6 @@ class GateListener:
             sigmoid = form is not None and form.kind == "sigmoid"
             probs = torch.sigmoid(logits) if sigmoid else torch.softmax(logits, -1)
         return Routing(experts.long(), weights.float(), probs, logits)
-
-    def _compare_precisions(
-        self, name: str, gate: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor | None
-    ) -> None:
-        """Runs the gate on the same input once in float32 and once in bf16."""
-        if name not in self._copies:
-            self._copies[name] = (_copy(gate, torch.float32), _copy(gate, torch.bfloat16))
-        pair = self._copies[name]
-        if pair is None:
-            return
-        hidden = args[0] if args else kwargs["hidden_states"]
-        rest = {key: value for key, value in kwargs.items() if key != "hidden_states"}
-        tokens = hidden.numel() // hidden.shape[-1]
-        try:
-            exact, rounded = (
-                self.routing(name, one, one(hidden.to(dtype), *args[1:], **rest), tokens)
-                for one, dtype in zip(pair, (torch.float32, torch.bfloat16), strict=True)
-            )
-        except (RuntimeError, NotAGateError):  # the class does not run in another precision
-            self._copies[name] = None
-            return
-        flat = None if mask is None or mask.numel() != tokens else mask.reshape(-1).to(hidden.device)
-        self.bfloat16.setdefault(name.rpartition(".")[0], Fluctuation()).update(exact, rounded, flat)
-
-
-def _copy(gate: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy without forward hooks."""
-    copied = copy.copy(gate)
-    copied._forward_hooks, copied._forward_pre_hooks = type(gate._forward_hooks)(), type(gate._forward_pre_hooks)()
-    copied._forward_hooks_with_kwargs = type(gate._forward_hooks_with_kwargs)()
-    return copy.deepcopy(copied).to(dtype).eval()
 
 
 def freeze(model: nn.Module, roles: Sequence[str]) -> None:

@@ -15,8 +15,9 @@ from pointsman.hf.listen import GateListener
 from pointsman_lab.checkpoints.audit.analyses import analysed, typical
 from pointsman_lab.checkpoints.audit.answers import ANSWER_TOKENS, Prompt, answers
 from pointsman_lab.checkpoints.audit.blocks import mapped
-from pointsman_lab.checkpoints.audit.plan import routers_of, small_diagnostics, values_of_k
+from pointsman_lab.checkpoints.audit.plan import small_diagnostics, values_of_k
 from pointsman_lab.checkpoints.audit.result import TOLERANCE, AuditResult
+from pointsman_lab.checkpoints.audit.routers import routers_of
 from pointsman_lab.checkpoints.audit.run import AuditRun, finite
 from pointsman_lab.checkpoints.audit.sample import Sample
 from pointsman_lab.checkpoints.text import Conversation, TextBatch, text_batches

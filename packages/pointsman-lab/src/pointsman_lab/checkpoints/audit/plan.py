@@ -8,7 +8,6 @@ from torch import nn
 
 from pointsman.control import set_top_k
 from pointsman.diagnostics import Diagnostics
-from pointsman.hf.counterpart import counterparts, shared_experts, why_without
 from pointsman.hf.gates import survey
 from pointsman.hf.listen import GateListener
 from pointsman.hf.top_k import gate_top_k, max_top_k
@@ -50,20 +49,6 @@ def values_of_k(model: nn.Module, wanted: Sequence[int] | None) -> tuple[int | N
                 raise
             notes.append(str(error))
     return own, checked, list(dict.fromkeys(notes))[:2]
-
-
-def routers_of(model: nn.Module) -> dict[str, dict[str, str | float | None]]:
-    """Layer -> router: the spec with the same choice and weights, or None; without: why; shared_experts: how many."""
-    gates, reasons = survey(model)
-    specs = counterparts(gates)
-    found: dict[str, dict[str, str | float | None]] = {}
-    for name, _, reason in (one.partition(": ") for one in reasons):
-        found[name.rpartition(".")[0]] = {"router": None, "without": reason, "shared_experts": 0.0}
-    for gate in gates:
-        spec = specs[gate.layer]
-        why = why_without(gate) if spec is None else None
-        found[gate.layer] = {"router": spec, "without": why, "shared_experts": shared_experts(gate)}
-    return found
 
 
 def small_diagnostics(model: nn.Module, listener: GateListener, notes: list[str]) -> Diagnostics:

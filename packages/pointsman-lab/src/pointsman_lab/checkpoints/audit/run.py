@@ -13,14 +13,16 @@ from torch import Tensor, nn
 
 from pointsman.control import set_top_k
 from pointsman.diagnostics import Diagnostics, Fluctuation
-from pointsman.diagnostics.base import map_routing, number
+from pointsman.diagnostics.base import number
 from pointsman.hf.listen import GateListener
 from pointsman.routing import Routing
 from pointsman.traces import RoutingTrace
 from pointsman_lab.checkpoints.audit.blocks import Blocks, row_losses
+from pointsman_lab.checkpoints.audit.precision import Precisions
 from pointsman_lab.checkpoints.audit.result import LARGEST, AuditResult
 from pointsman_lab.checkpoints.audit.sample import Sample
 from pointsman_lab.checkpoints.text import KINDS, TEXT, TextBatch, refuse_unknown_tokens
+from pointsman_lab.evaluation.passes import map_routing
 
 KEPT = 8192
 """Text tokens whose experts are kept, for figures across layers and simulations of serving."""
@@ -70,6 +72,7 @@ class AuditRun:
         self.model, self.listener, self.other = model, listener, other
         self.diagnostics, self.ks, self.own = diagnostics, ks, own
         self.other_kinds = {kind: Diagnostics("entropy", "load") for kind in KINDS if kind != "text"}
+        self.precisions = Precisions(listener)
         self.blocks = Blocks()
         self.by_domain: dict[str, Diagnostics] = {}
         self.chosen: dict[str, list[Tensor]] = {}
@@ -109,7 +112,8 @@ class AuditRun:
 
             at_k = nullcontext() if k is None or k == self.own else set_top_k(self.model, k)
             try:
-                with at_k, self.listener.listen(observe, of_kind["text"], bfloat16=k == self.own):
+                compared = self.precisions.compare(of_kind["text"]) if k == self.own else nullcontext()
+                with at_k, self.listener.listen(observe), compared:
                     self.blocks.add_losses(k, row_losses(self.model, batch))
             except (RuntimeError, ValueError, IndexError) as error:  # some classes fail at other values of k
                 if k == self.own:
@@ -192,8 +196,8 @@ class AuditRun:
             one["agreement"] = [
                 {"top_k": k, **self.agreement[k][layer].result()} for k in self.ks if layer in self.agreement[k]
             ]
-            if layer in self.listener.bfloat16:
-                one["bfloat16"] = self.listener.bfloat16[layer].result()
+            if layer in self.precisions.found:
+                one["bfloat16"] = self.precisions.found[layer].result()
             if layer in self.fluctuation:
                 one["fluctuation"] = self.fluctuation[layer].result()
             layers[layer] = one

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pointsman.diagnostics.base import join_routings, map_routing
 from pointsman.routing import Routing
 from pointsman_lab.checkpoints.text import TextBatch
 from pointsman_lab.evaluation.explorer import pack
+from pointsman_lab.evaluation.passes import join_routings, map_routing
 
 POINTS = 200
 """Tokens in the 2-D map."""

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from pointsman.control import named_routers, set_top_k
-from pointsman.diagnostics.base import map_routing
 from pointsman.diagnostics.observe import evaluating
 from pointsman.diagnostics.statistics import Fluctuation
 from pointsman.ops.kernels import using
@@ -24,7 +23,7 @@ from pointsman_lab.cli.progress import Display, stop_on_signals
 from pointsman_lab.data.catalog import Level
 from pointsman_lab.data.streams import EvalStream
 from pointsman_lab.data.vocabulary import IdArray, Vocabulary
-from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext
+from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, map_routing
 from pointsman_lab.models.transformer_xl import TransformerXL
 from pointsman_lab.progress import Progress, Stop
 from pointsman_lab.runs.compact import write_record

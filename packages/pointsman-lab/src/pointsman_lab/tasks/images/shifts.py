@@ -17,12 +17,11 @@ from torch import Tensor
 
 from pointsman._errors import RunError
 from pointsman.control import set_top_k
-from pointsman.diagnostics.base import map_routing
 from pointsman.diagnostics.observe import evaluating
 from pointsman.diagnostics.statistics import Fluctuation
 from pointsman.recording import record_routing
 from pointsman.routing import Routing
-from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, eval_top_k
+from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, eval_top_k, map_routing
 from pointsman_lab.progress import check_stop
 from pointsman_lab.tasks.images.augment import evaluation_batches
 from pointsman_lab.tasks.images.corruptions import CORRUPTIONS

@@ -1,0 +1,77 @@
+"""What bf16 does to the choice of a gate: on the gate's own inputs, a copy in float32 beside one in bf16."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pointsman.diagnostics import Fluctuation
+from pointsman.hf.forms import NotAGateError
+from pointsman.hf.listen import GateListener
+
+
+class Precisions:
+    """Attributes:
+    found: layer -> fluctuation between the gate in float32 and in bf16.
+    """
+
+    def __init__(self, listener: GateListener) -> None:
+        self.listener = listener
+        self.found: dict[str, Fluctuation] = {}
+        self._copies: dict[str, tuple[nn.Module, nn.Module] | None] = {}  # gate -> in float32 and in bf16
+
+    @contextmanager
+    def compare(self, mask: Tensor) -> Iterator[None]:
+        """Inside, every forward of a gate of the class's own is compared.
+
+        Args:
+            mask: [B * T] bool, the tokens that count.
+        """
+        gates = {name: one for name, one in self.listener.gates.items() if not hasattr(one, "pointsman")}
+        hooks = {name: partial(self._hook, name, mask) for name in gates}
+        handles = [gate.register_forward_hook(hooks[name], with_kwargs=True) for name, gate in gates.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @torch.no_grad()
+    def _hook(
+        self, name: str, mask: Tensor, gate: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        layer = name.rpartition(".")[0]
+        if layer in self.listener.unsupported:
+            return
+        if name not in self._copies:
+            self._copies[name] = (_copy(gate, torch.float32), _copy(gate, torch.bfloat16))
+        pair = self._copies[name]
+        if pair is None:
+            return
+        hidden = args[0] if args else kwargs["hidden_states"]
+        rest = {key: value for key, value in kwargs.items() if key != "hidden_states"}
+        tokens = hidden.numel() // hidden.shape[-1]
+        try:
+            exact, rounded = (
+                self.listener.routing(name, one, one(hidden.to(dtype), *args[1:], **rest), tokens)
+                for one, dtype in zip(pair, (torch.float32, torch.bfloat16), strict=True)
+            )
+        except (RuntimeError, NotAGateError):  # the class does not run in another precision
+            self._copies[name] = None
+            return
+        counted = mask.to(hidden.device) if mask.numel() == tokens else None
+        self.found.setdefault(layer, Fluctuation()).update(exact, rounded, counted)
+
+
+def _copy(gate: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy without forward hooks."""
+    copied = copy.copy(gate)
+    copied._forward_hooks, copied._forward_pre_hooks = type(gate._forward_hooks)(), type(gate._forward_pre_hooks)()
+    copied._forward_hooks_with_kwargs = type(gate._forward_hooks_with_kwargs)()
+    return copy.deepcopy(copied).to(dtype).eval()

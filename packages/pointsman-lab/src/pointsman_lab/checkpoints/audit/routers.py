@@ -1,0 +1,84 @@
+"""What this library calls the router of every layer, or why it has none, and how many experts are shared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from pointsman.hf.counterpart import counterpart, virtual_experts_of
+from pointsman.hf.gates import Gate, survey
+
+GEMMA = "normalises its input, and multiplies each expert's weight by a trained factor"
+WITHOUT = {
+    "Gemma4TextRouter": GEMMA,
+    "DiffusionGemmaTextRouter": GEMMA,
+    "InklingTopkRouter": "scores its shared experts, too; their weights and those of the chosen experts sum to 1",
+    "NllbMoeTop2Router": "draws its second expert, or renormalises the weights that its capacity leaves",
+}
+"""Class -> why it has no counterpart, where that is known."""
+
+
+def routers_of(model: nn.Module) -> dict[str, dict[str, str | float | None]]:
+    """Layer -> router: the spec with the same choice and weights, or None; without: why; shared_experts: how many."""
+    gates, reasons = survey(model)
+    specs = counterparts(gates)
+    found: dict[str, dict[str, str | float | None]] = {}
+    for name, _, reason in (one.partition(": ") for one in reasons):
+        found[name.rpartition(".")[0]] = {"router": None, "without": reason, "shared_experts": 0.0}
+    for gate in gates:
+        spec = specs[gate.layer]
+        why = why_without(gate) if spec is None else None
+        found[gate.layer] = {"router": spec, "without": why, "shared_experts": shared_experts(gate)}
+    return found
+
+
+def counterparts(gates: Sequence[Gate]) -> dict[str, str | None]:
+    """Layer -> `counterpart` of its gate; gates of equal class and settings are compared once."""
+    found: dict[Any, str | None] = {}
+    for gate in gates:
+        key = _settings(gate)
+        if key not in found:
+            found[key] = counterpart(gate)
+    return {gate.layer: found[_settings(gate)] for gate in gates}
+
+
+def _settings(gate: Gate) -> tuple[Any, ...]:
+    """Everything on which a counterpart depends."""
+    values = {name: value for name, value in vars(gate.module).items() if isinstance(value, int | float | str)}
+    router = getattr(getattr(gate.module, "pointsman", None), "spec", None)
+    return (
+        type(gate.module),
+        virtual_experts_of(gate),
+        gate.num_experts,
+        gate.dim,
+        gate.form,
+        tuple(sorted(values.items())),
+        getattr(gate.block, "top_k", None),
+        router,
+    )
+
+
+def why_without(gate: Gate) -> str:
+    """Why `counterpart` is None."""
+    name = type(gate.module).__name__
+    general = "has a rule that no router here has" if gate.form.linear else "does not score with one weight"
+    return f"{name} {WITHOUT.get(name, general)}"
+
+
+def shared_experts(gate: Gate) -> float:
+    """The width of the block's always-active shared experts, in hidden widths of one expert; 0 without any."""
+    width = 0
+    for name, child in gate.block.named_children():
+        if "shared" in name:
+            width += sum(part.in_features for path, part in child.named_modules() if _is_down(path, part))
+    down = getattr(gate.experts, "down_proj", None)
+    if not width or not isinstance(down, Tensor):
+        return 0.0
+    hidden = [size for size in down.shape[1:] if size != gate.dim] or [gate.dim]
+    return width / hidden[0]
+
+
+def _is_down(path: str, part: nn.Module) -> bool:
+    return isinstance(part, nn.Linear) and path.rpartition(".")[2] in ("down_proj", "w2", "output_linear")
