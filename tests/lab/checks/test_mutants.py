@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import pointsman
-from pointsman.testing.trainers.case import Batch, Setting, Trainer, replaced, world
+from pointsman.testing.trainers.case import Batch, Setting, Trainer, world
 from pointsman.testing.trainers.check import verdicts
 from pointsman.testing.trainers.lines import LINES, judged
 from pointsman_lab.checks.layers import Layer, Pointsman
@@ -33,7 +33,7 @@ class DividedByTheRanks(Pointsman):
     """Megatron-LM#3768, #5007: tokens of all ranks divide the loss, and the mean over ranks does it again."""
 
     def spec(self, setting: Setting) -> str:
-        return super().spec(replaced(setting, coefficient=setting.coefficient / world()))
+        return super().spec(replace(setting, coefficient=setting.coefficient / world()))
 
 
 class PaddingCounts(Pointsman):
@@ -58,21 +58,21 @@ class TwiceUnderCheckpointing(Pointsman):
     """A loss that a second forward adds again."""
 
     def spec(self, setting: Setting) -> str:
-        return super().spec(replaced(setting, coefficient=setting.coefficient * (1 + setting.checkpointing)))
+        return super().spec(replace(setting, coefficient=setting.coefficient * (1 + setting.checkpointing)))
 
 
 class LostUnderCompilation(Pointsman):
     """A hook on the gate that a compiled model does not run."""
 
     def spec(self, setting: Setting) -> str:
-        return super().spec(replaced(setting, coefficient=setting.coefficient * (not setting.compiled)))
+        return super().spec(replace(setting, coefficient=setting.coefficient * (not setting.compiled)))
 
 
 class TimesK(Pointsman):
     """transformers' `load_balancing_loss_func`: k times as large as in Megatron-core."""
 
     def spec(self, setting: Setting) -> str:
-        return super().spec(replaced(setting, coefficient=setting.coefficient * setting.k))
+        return super().spec(replace(setting, coefficient=setting.coefficient * setting.k))
 
 
 class Opposite(Pointsman):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pointsman.routers.frame.scoring import linear
+from pointsman.routers.frame.stages import linear
 
 
 def inputs(rows, bias=True, dtype=torch.float32):

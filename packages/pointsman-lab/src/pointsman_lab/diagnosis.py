@@ -13,9 +13,9 @@ from torch import nn
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman.control import named_routers
-from pointsman.diagnostics.diagnose import diagnose, plain_reader
 from pointsman.ops.kernels import using
 from pointsman_lab._files import within
+from pointsman_lab.evaluation.diagnose import diagnose, plain_reader
 from pointsman_lab.finetuning.consistency import consistency_over_training, finetunings_of
 from pointsman_lab.progress import Progress
 

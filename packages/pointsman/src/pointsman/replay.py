@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -26,7 +25,9 @@ class Place(Protocol):
         """From now on the layer takes these experts; None: it chooses itself."""
 
 
-class _OwnPlace:
+class RouterPlace:
+    """A router of this library, also one that `hf.replace_routers` gave a rule of its own."""
+
     def __init__(self, router: Router) -> None:
         self.router = router
         self.first, self.last = -1, router.num_experts + len(router.virtual) - 1
@@ -65,13 +66,11 @@ class replay_routing:  # noqa: N801 - used like a function
     def __init__(self, model: nn.Module, experts: Mapping[str, Tensor | Routing]) -> None:
         places: dict[str, Place]
         if is_huggingface(model):
-            from pointsman.hf.replay import (
-                places as places_of_gates,
-            )  # transformers is imported only for its own models
+            from pointsman.hf.replay import places as of_gates  # transformers is imported only for its own models
 
-            places = places_of_gates(model)
+            places = of_gates(model)
         else:
-            places = {name: _OwnPlace(router) for name, router in named_routers(model)}
+            places = {name: RouterPlace(router) for name, router in named_routers(model)}
         if not places:
             raise ValueError(f"replay_routing: {type(model).__name__} has no MoE layer, no router and no gate: {KNOWN}")
         self._replayed: list[tuple[Place, Tensor]] = []
@@ -87,9 +86,7 @@ class replay_routing:  # noqa: N801 - used like a function
         for place, experts in self._replayed:
             place.replay(experts)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for place, _ in self._replayed:
             place.replay(None)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pointsman.diagnostics.diagnose import inter_run_consistency
+from pointsman.diagnostics.statistics import inter_run_consistency
 from pointsman_lab.runs.paths import finetuned_runs
 from pointsman_lab.runs.record import read_run
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from pointsman._errors import RunError
 from pointsman.control import freeze, named_routers, set_top_k
-from pointsman.diagnostics.diagnose import Batch
 from pointsman.diagnostics.observe import evaluating
 from pointsman.diagnostics.statistics import Fluctuation
 from pointsman.recording import record_routing
 from pointsman_lab.data.task_streams import Encoded, eval_batches
+from pointsman_lab.evaluation.diagnose import Batch
 from pointsman_lab.finetuning.settings import Defaults, Finetuning
 from pointsman_lab.models.config import build_model
 from pointsman_lab.runs.checkpoints import CheckpointError

@@ -171,7 +171,7 @@ def consistency(records: Sequence[tuple[Path, Mapping[str, Any]]], top_k: int = 
     every = [loads for layers in groups.values() for loads in layers.values()]
     if all(len(loads) < 2 for loads in every):
         return None
-    from pointsman.diagnostics.diagnose import inter_run_consistency
+    from pointsman.diagnostics.statistics import inter_run_consistency
 
     return mean_of(inter_run_consistency(loads)["without_diagonal"] for loads in every)
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from pointsman._errors import RunError
 from pointsman.control import named_routers
-from pointsman.diagnostics.diagnose import Batch, Reader
 from pointsman.parallel.layout import Layout
 from pointsman.parallel.shard import check_layers
 from pointsman.ranks import Ranks
@@ -25,6 +24,7 @@ from pointsman.routers.frame.registry import has_one_k
 from pointsman_lab.data.download import DataProgress
 from pointsman_lab.data.streams import IGNORE
 from pointsman_lab.data.vocabulary import Symbols
+from pointsman_lab.evaluation.diagnose import Batch, Reader
 from pointsman_lab.evaluation.passes import EvaluationContext
 from pointsman_lab.models.config import build_model
 from pointsman_lab.models.cost import cost_a_token

@@ -2,13 +2,6 @@
 
 from pointsman.diagnostics.base import Diagnostic, RoutingDiagnostic
 from pointsman.diagnostics.collection import Diagnostics
-from pointsman.diagnostics.diagnose import (
-    Batch,
-    Reader,
-    diagnose,
-    inter_run_consistency,
-    plain_reader,
-)
 from pointsman.diagnostics.jacobian import JacobianTerms
 from pointsman.diagnostics.monitor import RoutingMonitor, scalars
 from pointsman.diagnostics.observe import LayerGradient, layer_gradients
@@ -17,11 +10,19 @@ from pointsman.diagnostics.specialisation import (
     RepresentationCollapse,
     Specialisation,
 )
-from pointsman.diagnostics.statistics import CoActivation, Entropy, Fluctuation, Load, Margin, Mixing, load_summary
+from pointsman.diagnostics.statistics import (
+    CoActivation,
+    Entropy,
+    Fluctuation,
+    Load,
+    Margin,
+    Mixing,
+    inter_run_consistency,
+    load_summary,
+)  # fmt: skip
 from pointsman.recording import observe_routing
 
 __all__ = [
-    "Batch",
     "CoActivation",
     "Diagnostic",
     "Diagnostics",
@@ -33,16 +34,13 @@ __all__ = [
     "Margin",
     "Mixing",
     "OutputSimilarity",
-    "Reader",
     "RepresentationCollapse",
     "RoutingDiagnostic",
     "RoutingMonitor",
     "Specialisation",
-    "diagnose",
     "inter_run_consistency",
     "layer_gradients",
     "load_summary",
     "observe_routing",
-    "plain_reader",
     "scalars",
 ]

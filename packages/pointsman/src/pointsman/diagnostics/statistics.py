@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -267,3 +268,38 @@ class Fluctuation(Diagnostic):
             "overlap": ratio(overlap, tokens),
             "by_expert": [ratio(changed, total) for total, changed in by_first],
         }
+
+
+def inter_run_consistency(loads: Sequence[Tensor | Sequence[float]]) -> dict[str, Any]:
+    """IC of m runs: the mean of the m x m matrix of Pearson correlations between their expert loads (X-MoE, 4.4).
+
+    `with_diagonal` is the paper's figure, IC = sum_ij rho_ij / m^2; its diagonal alone adds 1/m. `without_diagonal` is
+    the mean over i != j. A run with the same load on every expert has no correlation: it is not counted in `runs`, and
+    `matrix` has None for it. Experts are compared by index, which is meaningful only for runs that start from the same
+    weights, as in fine-tuning.
+
+    Args:
+        loads: m vectors [E], the number of tokens of each expert (in the paper: of 100 mini-batches).
+
+    Raises:
+        ValueError: runs with different numbers of experts.
+    """
+    rows = [torch.as_tensor(load, dtype=torch.float64).cpu() for load in loads]
+    if len({row.shape for row in rows}) > 1:
+        raise ValueError(f"inter_run_consistency: loads of {[len(row) for row in rows]} experts: must be equal")
+    if not rows:
+        return {"runs": 0, "with_diagonal": None, "without_diagonal": None, "matrix": []}
+    stacked = torch.stack(rows)
+    centred = stacked - stacked.mean(1, keepdim=True)
+    norm = centred.norm(dim=1)
+    kept = norm > 1e-12 * stacked.norm(dim=1)
+    unit = centred / norm[:, None]
+    matrix = (unit @ unit.T).clamp(-1, 1).fill_diagonal_(1.0).where(kept[:, None] & kept, torch.nan)
+    used = matrix[kept][:, kept]
+    m = len(used)
+    return {
+        "runs": m,
+        "with_diagonal": number(used.mean()),
+        "without_diagonal": number((used.sum() - m) / (m * (m - 1))) if m > 1 else None,
+        "matrix": table(matrix),
+    }

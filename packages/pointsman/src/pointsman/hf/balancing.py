@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from pointsman import auxiliary
 from pointsman.auxiliary import assignment_counts
 from pointsman.hf.counterpart import correction_bias, counterpart
-from pointsman.hf.forms import Form, Kind
 from pointsman.hf.gates import PROBE_TOKENS, Gate, run_gate
-from pointsman.hf.layouts import read_any
+from pointsman.hf.layouts import Form, Kind, read_any
 from pointsman.hf.surgery.replace import replace_routers
 from pointsman.routers.frame.registry import parse_spec
 from pointsman.routers.papers.loss_free import SignUpdate
@@ -77,11 +76,11 @@ def _bias_of_choice(gate: Gate) -> Tensor | None:
     bias = correction_bias(gate)
     if bias is None or bias.is_meta:
         return None
-    router = getattr(gate.module, "pointsman", None)
-    if router is not None and parse_spec(router.spec).router == "loss-free":
+    if _is_loss_free(gate):
         return None
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(PROBE_TOKENS, gate.dim, generator=generator).to(bias.device, _dtype(gate))
+    dtype = next(gate.module.parameters()).dtype
+    hidden = torch.randn(PROBE_TOKENS, gate.dim, generator=generator).to(bias.device, dtype)
     kept, training = bias.clone(), gate.module.training
     gate.module.eval()
     try:
@@ -91,10 +90,6 @@ def _bias_of_choice(gate: Gate) -> Tensor | None:
         bias.copy_(kept)
         gate.module.train(training)
     return bias if bool((experts.reshape(PROBE_TOKENS, -1) == 0).any(-1).all()) else None
-
-
-def _dtype(gate: Gate) -> torch.dtype:
-    return next(gate.module.parameters()).dtype
 
 
 def _is_loss_free(gate: Gate) -> bool:

@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pointsman.hf.forms import Form, Kind, NotAGateError, positions
-from pointsman.hf.layouts import LAYOUTS, Layout, arguments_of, read_output
+from pointsman.hf.layouts import LAYOUTS, Form, Kind, Layout, NotAGateError, arguments_of, positions, read_output
 
 PROBE_TOKENS = 6
 NO_GATE = "{}: no gate next to experts: not a known mixture of experts"

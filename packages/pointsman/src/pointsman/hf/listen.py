@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 
 from pointsman._errors import did_you_mean
 from pointsman.hf.counterpart import correction_bias
-from pointsman.hf.forms import Form, NotAGateError
 from pointsman.hf.gates import candidates, no_gate, survey
-from pointsman.hf.layouts import read_any
+from pointsman.hf.layouts import Form, NotAGateError, read_any
 from pointsman.recording import KNOWN, Listened
 from pointsman.routing import Routing, RoutingContext
 

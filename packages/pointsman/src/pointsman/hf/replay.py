@@ -15,6 +15,7 @@ from pointsman.hf.gates import Gate, no_gate, survey
 from pointsman.hf.listen import Given
 from pointsman.hf.surgery.routed import ClassRule
 from pointsman.recording import KNOWN
+from pointsman.replay import RouterPlace
 from pointsman.traces import MISSING, RoutingTrace
 from pointsman.traces.trace import hash_of
 
@@ -79,18 +80,6 @@ class GatePlace:
         return torch.equal(found[known].sort(-1).values, experts[known].sort(-1).values)
 
 
-class _RouterPlace:
-    """A gate that `replace_routers` gave a router with its own rule."""
-
-    first = -1
-
-    def __init__(self, router: Any) -> None:
-        self.router, self.last = router, router.num_experts + len(router.virtual) - 1
-
-    def replay(self, experts: Tensor | None) -> None:
-        self.router.replayed = experts
-
-
 def places(model: nn.Module) -> dict[str, Any]:
     """Layer -> where its choice is replaced.
 
@@ -104,7 +93,7 @@ def places(model: nn.Module) -> dict[str, Any]:
     for gate in gates:
         router: Any = getattr(gate.module, "pointsman", None)
         own = router is not None and not isinstance(router.select, ClassRule)
-        found[gate.layer] = _RouterPlace(router) if own else GatePlace(gate)
+        found[gate.layer] = RouterPlace(router) if own else GatePlace(gate)
     return found
 
 

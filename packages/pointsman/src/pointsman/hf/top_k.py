@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pointsman.hf.forms import NotAGateError
 from pointsman.hf.gates import BY_TOKEN_ID, Gate, call_gate, no_gate, survey
+from pointsman.hf.layouts import NotAGateError
 from pointsman.routers.frame.router import Router
 
 CONFIG_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pointsman.diagnostics import Fluctuation
-from pointsman.hf.forms import NotAGateError
+from pointsman.hf.layouts import NotAGateError
 from pointsman.hf.listen import GateListener
 
 

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman._errors import RunError
-from pointsman.diagnostics.diagnose import Batch
 from pointsman.ranks import ALONE, Ranks
 from pointsman_lab.data.catalog import data_folder
 from pointsman_lab.data.download import DataProgress
+from pointsman_lab.evaluation.diagnose import Batch
 from pointsman_lab.evaluation.passes import EvaluationContext, Pass, draws, evaluated
 from pointsman_lab.tasks.images.augment import Augmentation, ImageStream, evaluation_batches
 from pointsman_lab.tasks.images.image_set import ClassNames, ImageSet, load_images

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from pointsman._errors import RunError
 from pointsman.control import named_routers
-from pointsman.diagnostics.diagnose import Batch, Reader
 from pointsman.ranks import ALONE, Ranks
 from pointsman_lab.data.catalog import Level
 from pointsman_lab.data.corpus import Corpus, open_corpus
@@ -24,6 +23,7 @@ from pointsman_lab.data.download import DataProgress
 from pointsman_lab.data.streams import IGNORE, BatchStream, EvalStream
 from pointsman_lab.data.subwords import has_tokenizer
 from pointsman_lab.data.vocabulary import IdArray, Vocabulary
+from pointsman_lab.evaluation.diagnose import Batch, Reader
 from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, Pass, divides_rows, evaluated
 from pointsman_lab.models.memory import Memory
 from pointsman_lab.models.transformer_xl import TransformerXL

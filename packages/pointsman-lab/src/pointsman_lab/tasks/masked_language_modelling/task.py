@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pointsman._errors import RunError
-from pointsman.diagnostics.diagnose import Batch
 from pointsman.ranks import ALONE
 from pointsman_lab.data.download import DataProgress
 from pointsman_lab.data.pieces import Pieces, open_pieces, shares
+from pointsman_lab.evaluation.diagnose import Batch
 from pointsman_lab.evaluation.passes import EvaluationContext, Pass, draws, evaluated
 from pointsman_lab.models.encoder import Encoder, EncoderConfig
 from pointsman_lab.models.memory import Memory

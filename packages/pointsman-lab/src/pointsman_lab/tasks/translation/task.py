@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pointsman._errors import RunError
-from pointsman.diagnostics.diagnose import Batch
 from pointsman_lab.data.download import DataProgress
 from pointsman_lab.data.pieces import START, Pieces, shares
 from pointsman_lab.data.streams import IGNORE
 from pointsman_lab.data.task_streams import PADDING, Encoded, TaskStream, eval_batches, padded
+from pointsman_lab.evaluation.diagnose import Batch
 from pointsman_lab.evaluation.passes import EvaluationContext, Pass, evaluated
 from pointsman_lab.tasks.translation.data import Pairs, ParallelText, ids_of, open_parallel
 from pointsman_lab.tasks.translation.model import LENGTH_PENALTY, LONGER, MORE, TranslationConfig, scorers, search

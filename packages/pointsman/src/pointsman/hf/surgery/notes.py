@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from pointsman.hf.forms import Form
+from pointsman.hf.layouts import Form
 from pointsman.routers.frame.router import Router
 
 CONFIG_KEY = "pointsman"

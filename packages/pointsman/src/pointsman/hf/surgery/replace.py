@@ -13,11 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pointsman.hf.counterpart import correction_bias
-from pointsman.hf.forms import Form
 from pointsman.hf.gates import Gate, no_gate, survey
-from pointsman.hf.layouts import LAYOUTS, first_k
+from pointsman.hf.layouts import LAYOUTS, Form, first_k
 from pointsman.hf.surgery.attention import check_implementation, find_attention, trace
-from pointsman.hf.surgery.checks import assigned, check
 from pointsman.hf.surgery.notes import (
     CONFIG_KEY,
     FORMAT,
@@ -30,7 +28,15 @@ from pointsman.hf.surgery.notes import (
     note,
 )
 from pointsman.hf.surgery.routed import ClassRule, MixedRule, StrengthMixer, routed_class, weightless_class
-from pointsman.hf.surgery.scorers import HyperDelta, adapted, has_own_rule, plain_gate, shared_by_default
+from pointsman.hf.surgery.scorers import (
+    HyperDelta,
+    adapted,
+    assigned,
+    check,
+    has_own_rule,
+    plain_gate,
+    shared_by_default,
+)
 from pointsman.hf.surgery.state import ForwardState
 from pointsman.routers.frame.registry import build_router, parse_spec, split_specs
 from pointsman.routers.frame.router import Router

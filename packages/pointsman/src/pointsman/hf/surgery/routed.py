@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman.delivery import Deliver
-from pointsman.hf.forms import Form
 from pointsman.hf.gates import TOKEN_IDS
-from pointsman.hf.layouts import LAYOUTS, Layout
+from pointsman.hf.layouts import LAYOUTS, Form, Layout
 from pointsman.hf.surgery.scorers import Strength
 from pointsman.hf.surgery.state import ForwardState
 from pointsman.routers.frame.stage_values import Scores, Selection

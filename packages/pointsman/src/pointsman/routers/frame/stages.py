@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from pointsman.ops.linear import HALF
 from pointsman.ops.selection import top_k
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores, Selection, Stage, Step, Tensors
 from pointsman.routing import RouterState, RoutingContext
@@ -33,7 +37,7 @@ class Scorer(Stage):
     """hidden [B, T, dim] -> logits [B, T, E].
 
     Attributes:
-        accepts_half: whether `forward` takes half precision and upcasts it itself (`scoring.linear`); otherwise it gets
+        accepts_half: whether `forward` takes half precision and upcasts it itself (`linear`); otherwise it gets
             float32. A subclass with a `forward` of its own must set it again.
         may_need_responses: whether it may use `RoutingContext.responses`.
         needs_responses: whether its next forward does.
@@ -61,6 +65,49 @@ class Scorer(Stage):
     def plain_linear(self) -> tuple[Tensor, Tensor | None] | None:
         """Weight [E, dim] and bias [E] of the linear router with the same logits; None where there is none."""
         return None
+
+
+def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """hidden [..., dim] times weight [E, dim] transposed, plus bias [E]: [..., E], in at least float32.
+
+    Args:
+        hidden: of any precision; upcast to at least float32, like weight and bias.
+    """
+    dtype = torch.float32 if hidden.dtype in HALF else hidden.dtype
+    weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    return F.linear(hidden.to(dtype), weight, bias)
+
+
+def extended(scorer: Scorer, extension: Any) -> Any:
+    """The scorer, in place, with the methods of `extension` before those of its own class.
+
+    So a choice adds noise, responses or thresholds to whatever scores it is given; the names of the scorer's parameters
+    stay as they are.
+    """
+    for flag in ("needs_step_end", "training_stochastic"):  # where the scorer has its own of that name
+        setattr(scorer, flag, getattr(scorer, flag) or getattr(extension, flag))
+    own: Any = type(scorer)
+    scorer.__class__ = _both(extension, own)
+    return scorer
+
+
+@cache
+def _both(extension: Any, own: Any) -> type[Scorer]:
+    def reduced(self: Scorer, protocol: int) -> tuple[Any, ...]:
+        return _blank, (extension, own), self.__dict__  # pickle cannot look the class up by its name
+
+    members = {
+        "__module__": extension.__module__, "__doc__": extension.__doc__, "__reduce_ex__": reduced,
+        "accepts_half": extension.accepts_half and own.accepts_half, "needs": extension.needs | own.needs,
+    }  # fmt: skip
+    if "plain_linear" not in extension.__dict__:  # the logits alone are not all that the choice needs
+        members["plain_linear"] = Scorer.plain_linear
+    return type(f"{extension.__name__}{own.__name__}", (extension, own), members)
+
+
+def _blank(extension: Any, own: Any) -> Scorer:
+    both: Any = _both(extension, own)
+    return both.__new__(both)  # type: ignore[no-any-return]
 
 
 class Normalizer(Stage):
@@ -123,7 +170,7 @@ class SqrtSoftplus(Normalizer):
     reach = 4.0  # sqrt(softplus(16))
 
     def forward(self, logits: Tensor) -> Tensor:
-        return torch.nn.functional.softplus(logits).clamp_min(torch.finfo(logits.dtype).tiny).sqrt()
+        return F.softplus(logits).clamp_min(torch.finfo(logits.dtype).tiny).sqrt()
 
 
 class Relu(Normalizer):

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from pointsman.ops.selection import top_k
 from pointsman.routers.frame.entries import LayerSpec, NotNegative, Probability, Whole, register_router
-from pointsman.routers.frame.scoring import extended
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores, Selection
-from pointsman.routers.frame.stages import Scorer, Stages, TopK, renormalized
+from pointsman.routers.frame.stages import Scorer, Stages, TopK, extended, renormalized
 from pointsman.routers.papers.topk import linear_scores
 from pointsman.routing import RoutingContext
 

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from pointsman.ops.selection import top_k
 from pointsman.routers.frame.entries import Count, LayerSpec, NotNegative, Positive, register_router
-from pointsman.routers.frame.scoring import linear
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores
-from pointsman.routers.frame.stages import Normalizer, Scorer, Selector, Stages
+from pointsman.routers.frame.stages import Normalizer, Scorer, Selector, Stages, linear
 from pointsman.routers.papers.topk import INIT_STD
 from pointsman.routing import RoutingContext
 

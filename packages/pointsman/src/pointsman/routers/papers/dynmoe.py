@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from pointsman.ops.linear import upcast
 from pointsman.ops.selection import top_k
 from pointsman.routers.frame.entries import LayerSpec, NotNegative, register_router
-from pointsman.routers.frame.scoring import extended, linear
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores, Selection
-from pointsman.routers.frame.stages import Scorer, Selector, Sigmoid, Stages
+from pointsman.routers.frame.stages import Scorer, Selector, Sigmoid, Stages, extended, linear
 from pointsman.routing import RoutingContext
 
 NORM_FLOOR = 1e-4

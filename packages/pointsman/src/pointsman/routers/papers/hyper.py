@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from pointsman.routers.frame.entries import BelowOne, Count, LayerSpec, NotNegative, register_router
-from pointsman.routers.frame.scoring import linear
 from pointsman.routers.frame.stage_values import Loss, LossInput, Stage
-from pointsman.routers.frame.stages import GATES, Scorer, Stages
+from pointsman.routers.frame.stages import GATES, Scorer, Stages, linear
 from pointsman.routers.papers.topk import INIT_STD
 from pointsman.routing import RoutingContext
 

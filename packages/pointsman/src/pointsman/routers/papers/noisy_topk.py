@@ -14,9 +14,8 @@ from pointsman.ops.drawing import randn_like
 from pointsman.ops.linear import upcast
 from pointsman.ops.selection import top_k
 from pointsman.routers.frame.entries import LayerSpec, NotNegative, register_router
-from pointsman.routers.frame.scoring import extended, linear
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scored
-from pointsman.routers.frame.stages import Scorer, Stages
+from pointsman.routers.frame.stages import Scorer, Stages, extended, linear
 from pointsman.routers.papers.topk import INIT_STD, LinearScorer, linear_scores
 from pointsman.routing import RoutingContext
 

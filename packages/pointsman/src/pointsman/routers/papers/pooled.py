@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from pointsman.routers.frame.entries import LayerSpec, register_router
-from pointsman.routers.frame.scoring import extended
 from pointsman.routers.frame.stage_values import Scored
-from pointsman.routers.frame.stages import Scorer, Stages, TopK
+from pointsman.routers.frame.stages import Scorer, Stages, TopK, extended
 from pointsman.routers.papers.topk import linear_scores
 from pointsman.routing import RoutingContext
 

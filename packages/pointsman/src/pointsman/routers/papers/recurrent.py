@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman.routers.frame.entries import Count, LayerSpec, register_router
-from pointsman.routers.frame.scoring import linear
 from pointsman.routers.frame.stage_values import Scored
-from pointsman.routers.frame.stages import Scorer, Stages
+from pointsman.routers.frame.stages import Scorer, Stages, linear
 from pointsman.routing import RoutingContext
 
 NORM_EPS = 1e-5

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pointsman.routers.frame.entries import LayerSpec, register_router
-from pointsman.routers.frame.scoring import linear
-from pointsman.routers.frame.stages import Scorer, Stages
+from pointsman.routers.frame.stages import Scorer, Stages, linear
 from pointsman.routers.papers.topk import INIT_STD
 from pointsman.routing import RoutingContext
 

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from pointsman.experts.combine import Slots
 from pointsman.routers.frame.entries import Count, LayerSpec, register_router
-from pointsman.routers.frame.scoring import linear
 from pointsman.routers.frame.stage_values import Scored, Scores, Selection
-from pointsman.routers.frame.stages import Scorer, Selector, Stages
+from pointsman.routers.frame.stages import Scorer, Selector, Stages, linear
 from pointsman.routing import RoutingContext
 
 NORM_FLOOR = 1e-6

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from pointsman.ops.drawing import own_rows, randn_like
 from pointsman.ops.linear import upcast
 from pointsman.routers.frame.entries import LayerSpec, NotNegative, Positive, Probability, Whole, register_router
-from pointsman.routers.frame.scoring import extended, linear
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores
-from pointsman.routers.frame.stages import GATES, Scorer, Selector, Stages
+from pointsman.routers.frame.stages import GATES, Scorer, Selector, Stages, extended, linear
 from pointsman.routers.frame.steps import Kind
 from pointsman.routing import RoutingContext
 

@@ -10,7 +10,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -198,15 +198,11 @@ def effect(trainer: Trainer, batches: Sequence[Batch], setting: Setting) -> Tens
     name = next(name for name, parameter in model.named_parameters() if parameter is own)
     found = []
     for coefficient in (1.0, 0.0):
-        gradient = stepped(trainer, [batches], replaced(setting, coefficient=coefficient))
+        gradient = stepped(trainer, [batches], replace(setting, coefficient=coefficient))
         if name not in gradient:
             raise NotApplicable("the gate does not train")
         found.append(gradient[name])
     return (found[0] - found[1]).reshape(own.shape)
-
-
-def replaced(setting: Setting, **changes: Any) -> Setting:
-    return Setting(**{**setting.__dict__, **changes})
 
 
 def hidden_states(trainer: Trainer, model: nn.Module, batches: Sequence[Batch]) -> list[list[Tensor]]:
@@ -237,7 +233,7 @@ def oracle(trainer: Trainer, batches: Sequence[Batch], setting: Setting) -> Tens
 
     f_i is the share of expert i in the assignments of real tokens, P_i its mean probability (Switch Transformer, (4)).
     """
-    model = trainer.model(replaced(setting, coefficient=0.0, compiled=False, checkpointing=False))
+    model = trainer.model(replace(setting, coefficient=0.0, compiled=False, checkpointing=False))
     weight = trainer.gates(model)[-1][1].detach().double().requires_grad_()
     hidden = torch.cat([one[-1] for one in hidden_states(trainer, model, batches)]).double()
     masks = [one.get("attention_mask", torch.ones_like(one["input_ids"])) for one in batches]

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from pointsman.testing.trainers.case import (
-    Batch,
-    Setting,
-    Trainer,
-    batch,
-    effect,
-    oracle,
-    packed,
-    ratio,
-    replaced,
-    rows,
-    world,
-)
+from pointsman.testing.trainers.case import Batch, Setting, Trainer, batch, effect, oracle, packed, ratio, rows, world
 
 FACTOR, COSINE = 2e-3, 0.9999
 """How far a factor may be from the one expected, and how near the directions must be."""
@@ -71,20 +60,20 @@ def packing(trainer: Trainer, setting: Setting) -> tuple[bool, str]:
 
 def checkpointing(trainer: Trainer, setting: Setting) -> tuple[bool, str]:
     """Activation checkpointing does not change the coefficient."""
-    found = _factor(trainer, [batch(rows(4))], replaced(setting, checkpointing=True))
+    found = _factor(trainer, [batch(rows(4))], replace(setting, checkpointing=True))
     return _equal("", _plain(trainer, setting), {"checkpointed": found})
 
 
 def compiled(trainer: Trainer, setting: Setting) -> tuple[bool, str]:
     """Compilation does not change the coefficient."""
-    found = _factor(trainer, [batch(rows(4))], replaced(setting, compiled=True))
+    found = _factor(trainer, [batch(rows(4))], replace(setting, compiled=True))
     return _equal("", _plain(trainer, setting), {"compiled": found})
 
 
 def top_k(trainer: Trainer, setting: Setting) -> tuple[bool, str]:
     """One coefficient means the same at every k: E sum f P, which is 1 at perfect balance."""
     _plain(trainer, setting)
-    found = {k: _factor(trainer, [batch(rows(4))], replaced(setting, k=k)) for k in (1, 2, 3)}
+    found = {k: _factor(trainer, [batch(rows(4))], replace(setting, k=k)) for k in (1, 2, 3)}
     return all(abs(factor - 1) < FACTOR and cosine >= COSINE for factor, cosine in found.values()), ", ".join(
         f"x {factor:.4g} at k = {k}" + ("" if cosine >= COSINE else f" (cosine {cosine:.4f})")
         for k, (factor, cosine) in found.items()
@@ -94,5 +83,5 @@ def top_k(trainer: Trainer, setting: Setting) -> tuple[bool, str]:
 def per_layer(trainer: Trainer, setting: Setting) -> tuple[bool, str]:
     """Each layer is balanced by its own load, not by the load of all layers together."""
     _plain(trainer, setting)
-    _, cosine = _factor(trainer, [batch(rows(4))], replaced(setting, layers=4))
+    _, cosine = _factor(trainer, [batch(rows(4))], replace(setting, layers=4))
     return cosine >= COSINE, f"cosine with the gradient of the last of 4 layers' own loss {cosine:.4f}"

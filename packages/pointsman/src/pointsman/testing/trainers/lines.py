@@ -6,7 +6,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,10 +22,9 @@ from pointsman.testing.trainers.case import (
     batch,
     gradients,
     hidden_states,
-    replaced,
     rows,
     stepped,
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Verdict:
 
 def _moved(trainer: Trainer, batches: Sequence[Batch], setting: Setting, evaluated: bool) -> tuple[Tensor, Tensor, int]:
     """How far one step moves the last layer's bias, how far it should, and after how many tokens of evaluation."""
-    asked = replaced(setting, bias=True)
+    asked = replace(setting, bias=True)
     model = trainer.model(asked)
     before = trainer.biases(model)[-1].detach().double().clone()
     if evaluated:
@@ -101,7 +100,7 @@ def clipping(trainer: Trainer, setting: Setting) -> tuple[bool, str]:
     batches = [batch(rows(2, 3, equal=False))]
     whole = stepped(trainer, [batches], setting)
     norm = math.sqrt(sum(float(one.square().sum()) for one in whole.values()))
-    clipped = stepped(trainer, [batches], replaced(setting, max_norm=norm / 4))
+    clipped = stepped(trainer, [batches], replace(setting, max_norm=norm / 4))
     found = math.sqrt(sum(float(one.square().sum()) for one in clipped.values()))
     bent = max(float((clipped[name] * norm / found - one).norm()) for name, one in whole.items()) / norm
     said = f"norm {norm:.4g}, clipped to {norm / 4:.4g}: {found:.4g}"
@@ -113,7 +112,7 @@ def clipping(trainer: Trainer, setting: Setting) -> tuple[bool, str]:
 def experts_train(trainer: Trainer, setting: Setting) -> tuple[bool, str]:
     """After a step every expert that got tokens has changed."""
     batches = [batch(rows(2, 3, equal=False))]
-    asked = replaced(setting, experts=8)
+    asked = replace(setting, experts=8)
     model = trainer.model(asked)
     before = [one.detach().clone() for one in trainer.experts(model)]
     with torch.no_grad():
@@ -146,7 +145,7 @@ def resuming(trainer: Trainer, setting: Setting) -> tuple[bool, str]:
     """A run that was saved and goes on is the run that was not interrupted, bias and statistics of routers included."""
     steps = [[batch(rows(2, seed, equal=False))] for seed in (3, 4)]
     try:
-        asked = replaced(setting, bias=True)
+        asked = replace(setting, bias=True)
         trainer.biases(trainer.model(asked))
     except NotApplicable:
         asked = setting
@@ -174,7 +173,7 @@ def replay(trainer: Trainer, setting: Setting) -> tuple[bool, str]:
     from pointsman.recording import record_routing
     from pointsman.replay import replay_routing
 
-    batches, asked = [batch(rows(2, 3, equal=False))], replaced(setting, checkpointing=True)
+    batches, asked = [batch(rows(2, 3, equal=False))], replace(setting, checkpointing=True)
     plain = trainer.model(asked)
     try:
         with record_routing(plain) as records, torch.no_grad():
@@ -201,7 +200,7 @@ def replay(trainer: Trainer, setting: Setting) -> tuple[bool, str]:
 
 def precision(trainer: Trainer, setting: Setting) -> tuple[bool, str]:
     """In mixed precision the router computes in float32."""
-    batches, asked = [batch(rows(8, 3, equal=False))], replaced(setting, bf16=True)
+    batches, asked = [batch(rows(8, 3, equal=False))], replace(setting, bf16=True)
     model = trainer.model(asked)
     gate, weight = trainer.gates(model)[-1]
     weight = weight.detach().double().clone()

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from pointsman import MoE, set_top_k
-from pointsman.diagnostics import Batch, Diagnostics, Fluctuation, JacobianTerms, diagnose, layer_gradients
+from pointsman.diagnostics import Diagnostics, Fluctuation, JacobianTerms, layer_gradients
+from pointsman_lab.evaluation.diagnose import Batch, diagnose
 from tests.library.diagnostics.helpers import same
 
 VOCABULARY = 50
