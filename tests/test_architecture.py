@@ -86,6 +86,13 @@ def test_the_library_never_imports_the_laboratory() -> None:
     assert above == []
 
 
+def test_the_library_is_tested_without_the_laboratory() -> None:
+    files = (ROOT / "tests" / "library").rglob("*.py")
+    others = ("pointsman_lab", "tests.lab", "tests.tasks")
+    assert [file for file in files if any(f"{target}.".startswith(tuple(f"{one}." for one in others))
+                                          for target in imports(file))] == []  # fmt: skip
+
+
 @pytest.mark.parametrize("package", ROOMS)
 def test_a_package_never_imports_the_tools(package: str) -> None:
     files = modules(package).values()

@@ -9,6 +9,7 @@ import pytest
 
 from pointsman_lab.report import write_report
 from pointsman_lab.report.inside import diagnosis_grid, history_of
+from pointsman_lab.report.summary import COLUMNS
 from pointsman_lab.runs.comparison import read_comparison
 from tests.lab.report.fixtures import dump, write_comparison, write_run
 from tests.lab.report.test_page import Page
@@ -79,3 +80,9 @@ def test_a_real_diagnosis_fills_the_page(trained: Path) -> None:
     page = Page(write_report(run).read_text())
     points = page.data["inside"]["collapse"]["of"][table.rows[0][1]][0]["points"]
     assert [point[0] for point in points] == [3.0, 6.0]
+
+
+@pytest.mark.parametrize(("assignments", "shown"), [(20, "-"), (25, "2.50"), (0, "0.00")])
+def test_the_summary_shows_experts_per_token_where_they_vary(assignments: int, shown: str) -> None:
+    cell = dict(COLUMNS)["experts/token"]
+    assert cell({"load": {"tokens": 10, "assignments": assignments}}) == shown  # records of all ages have these two

@@ -7,7 +7,6 @@ import torch
 from pointsman import build_router
 from pointsman.diagnostics import CoActivation, Diagnostics, Load, load_summary
 from pointsman.routing import Routing
-from pointsman_lab.report.summary import COLUMNS
 from tests.library.diagnostics.helpers import part, random_routing, same
 
 
@@ -64,12 +63,6 @@ def test_virtual_experts_fill_choices_and_have_a_share_of_the_uniform_entropy(ro
     assert found["load"]["unfilled"] == 0
     assert found["load"]["assignments"] == int((routing.experts >= 0).sum()) < 200
     assert found["entropy"]["mean"] <= found["entropy"]["uniform"] == math.log(routing.probs.shape[-1])
-
-
-@pytest.mark.parametrize(("assignments", "shown"), [(20, "-"), (25, "2.50"), (0, "0.00")])
-def test_the_summary_shows_experts_per_token_where_they_vary(assignments, shown):
-    cell = dict(COLUMNS)["experts/token"]
-    assert cell({"load": {"tokens": 10, "assignments": assignments}}) == shown  # records of all ages have these two
 
 
 def test_co_activation_against_counting():
