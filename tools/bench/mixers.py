@@ -22,7 +22,8 @@ from pointsman import step_end
 from pointsman_lab._files import write_whole
 from pointsman_lab.models.transformer_xl import TransformerXL
 from pointsman_lab.registry import preset_config
-from tools.bench.turns import Call, drawn, kept_bytes, machine, measured, peak_bytes, ratio
+from tools.bench.peak import peak_bytes
+from tools.bench.turns import Call, drawn, kept_bytes, machine, measured, ratio
 
 SPECS = ("smoe", "smoe+similarity", "smoe+attention")
 WORDS = 267_735

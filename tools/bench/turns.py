@@ -11,33 +11,16 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from pointsman import __version__
 from pointsman_lab._files import write_whole
 from pointsman_lab._grid import Grid, wrapped
 from pointsman_lab.runs.environment import commit, processor
-
-
-def peak_bytes(run: Callable[[], object]) -> int:
-    """Bytes above what was held before `run`; of a GPU where there is one."""
-    if torch.cuda.is_available():
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        run()
-        return int(torch.cuda.max_memory_allocated() - before)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        run()
-    events = recorded.profiler.kineto_results.events()
-    changes = sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns())
-    return max(accumulate((int(change.nbytes()) for change in changes), initial=0))
-
 
 Call = Callable[[], object]
 

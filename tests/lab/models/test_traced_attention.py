@@ -8,7 +8,7 @@ from pointsman.ops.relative import RelativeBias
 from pointsman_lab.models import attention_blocks as ops
 from pointsman_lab.models.traced_attention import traced_attention
 from tests.lab.models.relative import draw, padding, reference
-from tools.bench.turns import peak_bytes
+from tools.bench.peak import peak_bytes
 
 
 def relative_attention(query, key, value, *others, **settings):

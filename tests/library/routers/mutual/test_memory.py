@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pointsman import AttentionTrace, Routing, RoutingContext, build_router
-from tools.bench.turns import peak_bytes
+from tools.bench.peak import peak_bytes
 
 
 def mixed(mixer: str) -> Callable[[int], Tensor]:
