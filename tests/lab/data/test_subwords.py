@@ -140,7 +140,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         (str(tmp_path), "holds no tokenizer"),
         (str(tmp_path / "bad.json"), "not a tokenizer"),
         (str(tmp_path / "bad.model"), "not a SentencePiece model"),
-        ("pieces:100000", "cannot be learned from this text"),
+        ("pieces:100000", "cannot be trained on this text"),
     ):
         with pytest.raises(RunError, match=says):
             load_corpus(str(tmp_path / "text.txt"), cache_dir=tmp_path / "cache", tokenizer=name)

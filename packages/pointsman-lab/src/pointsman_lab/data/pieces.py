@@ -205,15 +205,14 @@ def train_model(sentences: Iterable[str], size: int, *, coverage: float, **optio
             character_coverage=coverage, num_threads=1, minloglevel=2, **options,
         )  # fmt: skip
     except RuntimeError as error:
-        given = str(error)
-        if few := re.search(r"required_chars\. \d+ vs (\d+)", given):
+        told = str(error)
+        if few := re.search(r"required_chars\. \d+ vs (\d+)", told):
             reason = f"its characters need at least {few[1]}"
-        elif many := re.search(r"too high .* value <= (\d+)", given):
+        elif many := re.search(r"too high .* value <= (\d+)", told):
             reason = f"it gives at most {many[1]}"
         else:
-            reason = given.rpartition("] ")[2].strip() or given
-        told = f"{size} pieces cannot be learned from this text: {reason}; --set pieces=N, or --tokenizer pieces:N"
-        raise RunError(told) from None
+            reason = told.rpartition("] ")[2].strip() or told
+        raise RunError(f"{size} pieces cannot be trained on this text: {reason}") from None
     return model.getvalue()
 
 
