@@ -68,3 +68,13 @@ def test_two_processes_see_a_loss_that_is_multiplied_by_their_number() -> None:
     assert next(iter(verdicts(step, lines=["ranks"]))).holds
     wrong = next(iter(verdicts(f"{Path(__file__)}:times_the_ranks", lines=["ranks"])))
     assert (wrong.holds, wrong.told) == (False, "x 2 on 2 processes")
+
+
+@pytest.mark.slow
+def test_each_check_compiles() -> None:
+    """torch compiles a function a few times and then runs it as it is, without an error: the line would hold in vain."""
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(3):
+            torch._dynamo.utils.counters.clear()
+            check_trainer(step, lines=["compiled"])
+            assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
