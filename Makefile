@@ -38,7 +38,7 @@ $(DEV): $(RUN)
 	@touch $@
 
 quickstart: $(RUN)
-	$(BIN)/pointsman compare --routers smoe,xmoe,hyperrouter,plain --data stdlib --preset tiny-decoder --steps 400 --eval-tokens 50000 --out runs/quickstart
+	$(BIN)/pointsman compare --routers smoe,xmoe,hyperrouter,dense-matched --data stdlib --preset tiny-decoder --steps 400 --eval-tokens 50000 --out runs/quickstart
 
 test-core: $(CORE)
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "not slow" tests/library
