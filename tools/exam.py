@@ -154,8 +154,8 @@ def paragraph(cells: Cells, task: str, rows: Sequence[str]) -> str:
         said.append(f"Not significantly different: {', '.join(f'`{row}`' for row in level)}.")
     if worse:
         said.append(
-            f"Worse: {len(worse)} of the {len(others)} others; the worst is `{order[-1]}` with "
-            f"{card.text_of(task, order[-1])}."
+            f"Worse: {len(worse)} of the {len(others)} others; the worst is `{worse[-1]}` with "
+            f"{card.text_of(task, worse[-1])}."
         )
     for row, what in (("dense", "the dense layer"), ("thor", "chance (`thor`)")):
         if card.score(task, row) is not None:
