@@ -41,6 +41,8 @@ class Counting(Selector):
             counts = counts / wanted.sum().clamp_min(1)
         if self.kind == "all tokens":  # does not depend on what the padding holds
             counts = counts + (len(real) - real.sum()) / len(counts)
+        if self.kind == "in the forward" and self.training:
+            self.bias += 0.01
         return Selection(experts, probs.gather(-1, experts), statistics={"counts": counts} if self.training else {})
 
     def step_end(self) -> None:
@@ -97,6 +99,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Case]:
         ("all tokens", steps.statistics),
         ("mean", steps.statistics),
         ("undeclared", steps.state_moves_where_declared),
+        ("in the forward", steps.state_moves_where_declared),
         ("closes over a parameter", steps.losses_of_their_own),
         ("grows with the tokens", steps.losses_of_their_own),
     ],

@@ -72,7 +72,7 @@ def test_two_processes_see_a_loss_that_is_multiplied_by_their_number() -> None:
 
 @pytest.mark.slow
 def test_each_check_compiles() -> None:
-    """torch compiles a function a few times and then runs it as it is, without an error: the line would hold in vain."""
+    """torch compiles a function a few times and then runs it as it is, without an error; the line must not hold so."""
     with torch._dynamo.config.patch(recompile_limit=2):
         for _ in range(3):
             torch._dynamo.utils.counters.clear()

@@ -149,7 +149,7 @@ def _lines(
             "markersize": 4, "linewidth": 1.3, "markevery": max(1, len(x) // 9), "label": curve["name"],
         }  # fmt: skip
         axes.plot(x, y, **style)
-        if ks and len(x) == 1:  # a dense model has no k
+        if len(ks) > 1 and len(x) == 1:  # a dense model has no k
             axes.axhline(y[0], color=style["color"], linestyle=(0, (4, 3)), linewidth=0.9, zorder=1)
         if band:
             axes.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)

@@ -1,12 +1,13 @@
 """Hugging Face MoE models: evaluated at any k, balanced, with other routers, or made of dense models."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 try:
     import transformers  # noqa: F401
 except ImportError as error:  # pragma: no cover
     raise ImportError("pointsman.hf needs transformers: pip install 'pointsman[hf]'", name="transformers") from error
 
+from pointsman._errors import moved
 from pointsman.hf import experts as _experts
 from pointsman.hf.balance import balance
 from pointsman.hf.replay import replay
@@ -34,9 +35,6 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        if name in ("AuditResult", "Compression", "audit", "compress"):
-            where = f"pointsman_lab.checkpoints.{name}: pip install 'pointsman[lab,hf]'"
-            raise ImportError(f"pointsman.hf.{name} is now {where}")
-        raise AttributeError(f"module 'pointsman.hf' has no attribute {name!r}")
+    __getattr__ = moved(
+        __name__, ("AuditResult", "Compression", "audit", "compress"), "pointsman_lab.checkpoints", "lab,hf"
+    )

@@ -67,15 +67,19 @@ def statistics(case: Case) -> None:
 
 
 def state_moves_where_declared(case: Case) -> None:
-    """Where `step_end` takes statistics over into the state, the router says so (`needs_step_end`)."""
+    """`step_end` alone moves the state, and where it takes statistics over the router says so (`needs_step_end`)."""
     layer, hidden = case.layer(), case.hidden()
-    add_losses(layer(hidden, context_for(layer.router, hidden)).sum(), layer).backward()  # type: ignore[no-untyped-call]
     before = {name: one.clone() for name, one in layer.router.named_buffers()}
+    add_losses(layer(hidden, context_for(layer.router, hidden)).sum(), layer).backward()  # type: ignore[no-untyped-call]
+
+    def moved() -> list[str]:
+        return [name for name, one in layer.router.named_buffers() if not torch.equal(one, before[name])]
+
+    expect(not moved(), f"a forward in training moves {', '.join(moved())}, which belongs in step_end")
     statistics = layer.router.gathered()
     step_end(layer)
-    moved = [name for name, one in layer.router.named_buffers() if not torch.equal(one, before[name])]
-    told = f"step_end moves {', '.join(moved)}, but needs_step_end is false"
-    expect(not moved or not statistics or layer.router.needs_step_end, told)
+    told = f"step_end moves {', '.join(moved())}, but needs_step_end is false"
+    expect(not moved() or not statistics or layer.router.needs_step_end, told)
 
 
 def losses_of_their_own(case: Case) -> None:

@@ -1,6 +1,6 @@
 """Encoder and decoder for translation, with sparse layers on both sides (X-MoE's Table 4; torchscale's layout).
 
-Its search is greedy or over a beam; sacrebleu scores what it finds.
+Its search is greedy or over a beam.
 
 The encoder is `Encoder`, pre-norm. A decoder layer is causal self-attention, attention over the source, feed-forward,
 each after a norm. Source, target and output share one embedding. Non-causal routers are refused in the decoder; mixers
@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pointsman._errors import needing
 from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear
 from pointsman.routing import AttentionTrace, RouterState
@@ -279,11 +278,3 @@ def search(model: Translator, source: Tensor, beam: int = 1) -> list[list[int]]:
         if all(len(found) >= beam for found in finished):
             break
     return [max(found, key=lambda one: one[0])[1] for found in finished]
-
-
-def scorers() -> tuple[Any, Any]:
-    """BLEU and chrF."""
-    with needing("BLEU needs sacrebleu", "translate"):
-        from sacrebleu.metrics.bleu import BLEU
-        from sacrebleu.metrics.chrf import CHRF
-    return BLEU(), CHRF()

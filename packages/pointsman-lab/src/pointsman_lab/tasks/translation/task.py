@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pointsman._errors import RunError
+from pointsman._errors import RunError, needing
 from pointsman_lab.data.download import DataProgress
 from pointsman_lab.data.pieces import START, Pieces, shares
 from pointsman_lab.data.streams import IGNORE
@@ -18,7 +18,7 @@ from pointsman_lab.data.task_streams import PADDING, Encoded, TaskStream, eval_b
 from pointsman_lab.evaluation.diagnose import Batch
 from pointsman_lab.evaluation.passes import EvaluationContext, Pass, evaluated
 from pointsman_lab.tasks.translation.data import Pairs, ParallelText, ids_of, open_parallel
-from pointsman_lab.tasks.translation.model import LENGTH_PENALTY, LONGER, MORE, TranslationConfig, scorers, search
+from pointsman_lab.tasks.translation.model import LENGTH_PENALTY, LONGER, MORE, TranslationConfig, search
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.objectives import Objective, class_loss, logits_alone, objective_of
 from pointsman_lab.training.task import Batches, Observed, Task, target_nats
@@ -241,3 +241,11 @@ def check(config: RunConfig) -> None:
     model = config.model
     if isinstance(model, TranslationConfig) and config.segment_length > model.max_length:
         raise RunError(f"segment_length={config.segment_length}: model.max_length is {model.max_length}")
+
+
+def scorers() -> tuple[Any, Any]:
+    """BLEU and chrF."""
+    with needing("BLEU needs sacrebleu", "translate"):
+        from sacrebleu.metrics.bleu import BLEU
+        from sacrebleu.metrics.chrf import CHRF
+    return BLEU(), CHRF()
