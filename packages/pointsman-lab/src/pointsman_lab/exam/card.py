@@ -7,6 +7,7 @@ import io
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from pointsman_lab._files import write_whole
@@ -22,7 +23,7 @@ COLUMNS = ("task", "router", "seed", "value", "score", "regret", "ami", "experts
 LEVELS = (0.2, 0.4, 0.6, 0.8, 0.95)
 """Scores at which the colour changes."""
 SHADES = ("red", "dark_orange", "yellow", "green_yellow", "green", "bold green")
-CELL = 7  # columns of a terminal
+CELL = 11  # columns of a terminal, the longest plain name
 
 
 class Card(Forms):
@@ -91,11 +92,10 @@ class Card(Forms):
             view = Table(box=None, padding=(0, 1), title=None if start else "score: 0 = one expert, 1 = the oracle")
             view.add_column("task", no_wrap=True)
             for row in block:
-                view.add_column(row, justify="right", width=CELL, overflow="fold")
+                view.add_column("\n".join(wrap(row, CELL)), justify="right", width=CELL)
             for task in self.tasks:
-                line = [self.score(task, row) for row in block]
-                cells = [Text(NONE if one is None else f"{one:.2f}", "dim" if one is None else SHADES[level(one)])
-                         for one in line]  # fmt: skip
+                line = [(self.score(task, row), self.text_of(task, row).partition(" ±")[0]) for row in block]
+                cells = [Text(text, "dim" if one is None else SHADES[level(one)]) for one, text in line]
                 view.add_row(task, *cells)
             console.print(view)
 
