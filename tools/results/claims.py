@@ -25,6 +25,7 @@ from pointsman_lab.runs.paths import COMPARISON
 from tools.results.claims_file import CLAIMS, Claim, Family, read_claims
 from tools.results.inference import Judged, Prior, judge
 
+COMMANDS = ("pointsman ", "python ")
 HEADER = ("claim", "where", "test", "difference", "seeds", "p", "control", "verdict")
 
 
@@ -75,7 +76,7 @@ class Tested:
 
     @property
     def test(self) -> str:
-        """What is compared, or the command that would compare it."""
+        """What is compared, or the command that would compare it, or why there is none."""
         claim = self.claim
         if claim.measure:
             base_k = f" at k = {claim.base_k}" if claim.base_k else ""
@@ -83,7 +84,7 @@ class Tested:
         if claim.exam:
             return f"[exam](../exam/index.md), {claim.exam}: `{claim.row}` against `{claim.base}`"
         over = f": `{claim.row}` over `{claim.base}`, against {claim.limit:g}" if claim.timings else ""
-        return f"`{claim.test}`{over}"
+        return f"`{claim.test}`{over}" if over or claim.test.startswith(COMMANDS) else claim.test
 
     @property
     def against_control(self) -> str:

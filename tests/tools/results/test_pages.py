@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from pointsman import MoE
+from pointsman.routers.frame.entries import BASELINES
+from pointsman_lab.cli.runs import run_config
 from tests.tools.results.test_claims import PAGE, claim, invented
 from tools.results.__main__ import Pages
 from tools.results.claims import Page
@@ -88,3 +94,17 @@ def test_claims_find_the_rows_whose_rate_was_tuned(tmp_path: Path) -> None:
     (folder / CLAIMS).write_text(PAGE + claim("asked"))
     [one] = Page.read(folder).tested
     assert (one.claim.row, one.verdict) == ("ahead", "holds")
+
+
+def test_commands_of_the_page_of_claims_are_understood() -> None:
+    told = tomllib.loads((RECORDS / CLAIMS).read_text())
+    given = [*(one.get("test", "") for one in told["claims"]), *(one["command"] for one in told["grids"].values())]
+    commands = [one for one in given if one.startswith("pointsman ")]
+    assert commands
+    for command in commands:
+        _, verb, *words = shlex.split(re.split(r" \(about |, and again", command)[0])
+        values = importlib.import_module(f"pointsman_lab.cli.{verb}").parser().read(words)
+        if verb == "compare" and not values.task:
+            run_config(values, "smoe")
+            for router in {*(values.routers or ())} - BASELINES.keys():
+                MoE(8, 8, num_experts=8, top_k=2, router=router, vocab_size=8)
