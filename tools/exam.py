@@ -34,6 +34,9 @@ from pointsman_lab.runs.paths import COMPARISON
 
 ROOT = Path(__file__).parents[1]
 PAPERS = ("smoe", "hyperrouter", "xmoe", "smoe-dropout", "loss-free")
+OF_PAPERS = {"hyperrouter": "HyperRouter", "xmoe": "X-MoE", "smoe+similarity": "Similarity-Inform",
+             "smoe+attention": "Attention-Inform"}  # fmt: skip
+SIGNS = {1: "ahead of", 0: "not significantly different from", -1: "behind"}
 FIRST = ("oracle", "plain", "dense", *PAPERS, "hash", "smoe:balance=0.01", "thor")
 MIXED = ("smoe+similarity", "smoe+uniform", "smoe+shuffled", "loss-free+similarity", "loss-free+uniform",
          "loss-free+shuffled", "smoe+attention")  # fmt: skip
@@ -161,6 +164,12 @@ def paragraph(cells: Cells, task: str, rows: Sequence[str]) -> str:
             f"Worse: {len(worse)} of the {len(others)} others; the worst is `{worse[-1]}` with "
             f"{card.text_of(task, worse[-1])}."
         )
+    told = [
+        f"{name} is {SIGNS[difference(cells, task, row, 'smoe', len(OF_PAPERS)).sign]} it ({card.text_of(task, row)})"
+        for row, name in OF_PAPERS.items() if "smoe" in means and row in means
+    ]  # fmt: skip
+    if told:
+        said.append(f"`smoe` has {card.text_of(task, 'smoe')}: {', '.join(told)}.")
     for row, what in (("dense", "the dense layer"), ("thor", "chance (`thor`)")):
         if card.score(task, row) is not None:
             said.append(f"{what[0].upper()}{what[1:]} has {card.text_of(task, row)}.")

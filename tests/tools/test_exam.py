@@ -31,6 +31,7 @@ def test_the_page_says_what_the_figures_say() -> None:
     assert "The best is `smoe` with 0.80" in page
     assert "Worse: 2 of the 2 others; the worst is `switch`" in page
     assert "Worse than one expert: `switch`" in page
+    assert "`smoe` has 0.80 ± 0.00: X-MoE is behind it (0.50 ± 0.00)." in page
     assert "Cannot take the task: `soft`" in page
     assert "Too few routers are in both" in page
 
