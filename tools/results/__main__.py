@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman_lab._files import write_whole
-from pointsman_lab._grid import Grid, wrapped
+from pointsman_lab._files import read_json, write_whole
+from pointsman_lab._grid import NONE, Grid, wrapped
 from pointsman_lab.registry import entries
 from pointsman_lab.report import series
 from pointsman_lab.report.cell import LEAST_SEEDS, Cell
@@ -27,6 +27,7 @@ from pointsman_lab.report.task_table import TaskTable, finetunings, variants
 from pointsman_lab.runs.comparison import Comparison, read_comparison
 from pointsman_lab.tasks.attacks.table import attack_tables
 from pointsman_lab.tasks.images.robust_table import robust_tables
+from pointsman_lab.training.tune import CURVE, edges
 from tools.results.claims import Page, Tested
 from tools.results.claims_file import CLAIMS, read_toml
 from tools.results.measures import DIAGNOSED, UNITS, Measure
@@ -72,6 +73,7 @@ class Pages:
         loads = {f"k={k}": Measure("imbalance", k) for k in table.top_k}
         found = {f"{name} ({UNITS[name]})": Measure(name) for name in DIAGNOSED}
         parts = [f"# {name}", about, MADE, "\n".join(["```sh", *self.claims.shown_commands(name), "```"])]
+        parts += tuning(self.records / name)
         for form in forms:
             parts += [f"## {form.file}", form.markdown()]
         if shown := measured(comparison, loads):
@@ -95,6 +97,30 @@ class Pages:
                       f"![{question['alt']}](pictures/{question['picture']}.svg)"]  # fmt: skip
         parts += ["## The grids", "A grid is one paired comparison; its page has every table.", grids.markdown()]
         return joined(*(part.strip() for part in parts))
+
+
+def tuning(folder: Path) -> list[str]:
+    """What `compare --tune` chose for each row of a grid, with its figures, and where that is an edge of what it tried.
+
+    Args:
+        folder: has the tuning's own tuning.json beside the record, if the grid was tuned.
+    """
+    told = read_json(folder / CURVE)
+    if told is None:
+        return []
+    lines, notes = [], []
+    for row, curve in told["curve"].items():
+        rounds = max(map(len, curve.values()))
+        best, *others = sorted((one for one in curve if len(curve[one]) == rounds), key=lambda one: curve[one][-1])
+        figures = ", ".join(f"{abs(one):.3f}" for one in curve[best])
+        second = f"{others[0]} ({abs(curve[others[0]][-1]):.3f})" if others else NONE
+        lines.append([row, str(len(curve)), best, figures, second])
+        notes += [f"`{row}`: {one}." for one in edges(curve, best).splitlines() if one]
+    header = ("row", "choices", "chosen", "its figure after each round", "the next (last round)")
+    what = (
+        f"Seed {told['seed']}, validation text, k = {told['k']}: after each round the better half of a row's choices."
+    )
+    return ["## tuning", what, Grid(header, lines, labels=1).markdown(), *notes]
 
 
 def _answer(one: Tested, grid: Path) -> Sequence[str]:

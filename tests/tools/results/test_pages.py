@@ -96,6 +96,18 @@ def test_claims_find_the_rows_whose_rate_was_tuned(tmp_path: Path) -> None:
     assert (one.claim.row, one.verdict) == ("ahead", "holds")
 
 
+def test_a_tuned_grid_shows_what_was_chosen(tmp_path: Path) -> None:
+    folder, pages = invented(tmp_path), tmp_path / "pages"
+    pages.mkdir()
+    curve = {"learning_rate=0.001": [2.0, 1.5], "learning_rate=0.002": [1.9, 1.6], "learning_rate=0.004": [3.0]}
+    (folder / "tiny" / "tuning.json").write_text(json.dumps({"seed": 1000, "k": 2, "curve": {"ahead": curve}}))
+    (folder / CLAIMS).write_text(QUESTION + PAGE + claim("ahead"))
+    Pages(folder, Page.read(folder)).write(pages)
+    grid = (pages / "tiny.md").read_text()
+    assert "| `ahead` | 3 | learning_rate=0.001 | 2.000, 1.500 | learning_rate=0.002 (1.600) |" in grid
+    assert "`ahead`: learning_rate=0.001 is at the edge of what was tried" in grid
+
+
 def test_commands_of_the_page_of_claims_are_understood() -> None:
     told = tomllib.loads((RECORDS / CLAIMS).read_text())
     given = [*(one.get("test", "") for one in told["claims"]), *(one["command"] for one in told["grids"].values())]
