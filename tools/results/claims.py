@@ -188,10 +188,11 @@ class Page:
         return Grid(header, rows, code=False)
 
     def _summary(self) -> list[str]:
-        """The counts, and the claims that are decided."""
+        """The counts, and the claims that are decided; of a primary family all that are judged."""
         lines = ["## Verdicts", "", self.counts().markdown(), ""]
         for one in self.tested:
-            if one.verdict in ("holds", "does not hold", "equivalent"):
+            primary = self.families[one.claim.family].kind == "primary" and one.judged is not None
+            if primary or one.verdict in ("holds", "does not hold", "equivalent"):
                 told = f"- {one.claim.claim}: {one.verdict_text} ({one.figure}; {one.test})."
                 lines.append(textwrap.fill(told, 120, subsequent_indent="  ", break_on_hyphens=False))
                 lines += [f"  Control: {one.against_control}."] if one.control is not None else []
