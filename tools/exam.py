@@ -164,10 +164,10 @@ def paragraph(cells: Cells, task: str, rows: Sequence[str]) -> str:
             f"Worse: {len(worse)} of the {len(others)} others; the worst is `{worse[-1]}` with "
             f"{card.text_of(task, worse[-1])}."
         )
-    told = [
-        f"{name} is {SIGNS[difference(cells, task, row, 'smoe', len(OF_PAPERS)).sign]} it ({card.text_of(task, row)})"
-        for row, name in OF_PAPERS.items() if "smoe" in means and row in means
-    ]  # fmt: skip
+    told = []
+    for row in [one for one in OF_PAPERS if one in means and "smoe" in means]:
+        place = SIGNS[difference(cells, task, row, "smoe", len(OF_PAPERS)).sign or 0]
+        told.append(f"{OF_PAPERS[row]} is {place} it ({card.text_of(task, row)})")
     if told:
         said.append(f"`smoe` has {card.text_of(task, 'smoe')}: {', '.join(told)}.")
     for row, what in (("dense", "the dense layer"), ("thor", "chance (`thor`)")):
