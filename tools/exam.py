@@ -192,10 +192,10 @@ def behind(cells: Cells) -> list[str]:
     best, last = min(curve, key=lambda step: curve[step]), max(curve)
     return [
         "### Two rows that are behind one expert",
-        f"`relu` learns `clusters` with about four experts a token: after {best} of {last} steps {curve[best]:.2f} of "
-        f"the variance is not explained (seed 0). Then its penalty, which grows until a token has k = 1, takes this "
-        f"away: {curve[last]:.2f} at the end. `soft` gives each expert weighted means of tokens, and here every token "
-        f"needs a map of its own vector.",
+        f"`relu` learns `clusters` at first: after {best} of {last} steps {curve[best]:.2f} of the variance is not "
+        "explained (seed 0). Then its penalty, which grows until a token has one expert, takes this away: "
+        f"{curve[last]:.2f} at the end. `soft` gives each expert weighted means of tokens, and here every token "
+        "needs a map of its own vector.",
     ]
 
 

@@ -114,7 +114,7 @@ def test_commands_of_the_page_of_claims_are_understood() -> None:
     commands = [one for one in given if one.startswith("pointsman ")]
     assert commands
     for command in commands:
-        _, verb, *words = shlex.split(re.split(r" \(about |, and again", command)[0])
+        _, verb, *words = shlex.split(re.split(r" \(about | && ", command)[0])
         values = importlib.import_module(f"pointsman_lab.cli.{verb}").parser().read(words)
         if verb == "compare" and not values.task:
             run_config(values, "smoe")
