@@ -67,7 +67,7 @@ bench: $(DEV)
 	$(INSTALL) --editable 'packages/pointsman-lab[bench]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench --out benchmarks/results/layer.md
 
-results: $(RUN)
+results: $(DEV)
 	$(BIN)/python -m tools.results
 
 docs: $(RUN)

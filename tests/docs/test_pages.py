@@ -160,3 +160,18 @@ PAGES = [*ROOT.glob("*.md"), *(page for name in ("docs", "benchmarks", "packages
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_lines_are_at_most_120_characters(page: Path) -> None:
     assert [f"line {number}: {len(line)}" for number, line in prose(page) if len(line) > 120] == []
+
+
+def anchors(page: Path) -> set[str]:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", head).strip().lower()) for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_go_to_sections_that_exist_and_named_tests_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([\w./-]*)#([\w-]+)\)", text)
+    assert [(to, at) for to, at in links if at not in anchors(page.parent / to if to else page)] == []
+    named = [name for name in re.findall(r"\btests/[\w/]+\.py\b", text) if "NAME" not in name]
+    assert [name for name in named if not (ROOT / name).is_file()] == []
