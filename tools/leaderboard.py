@@ -13,6 +13,7 @@ import math
 import multiprocessing
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -44,7 +45,7 @@ from pointsman_lab.training.config import RunConfig
 
 ROOT = Path(__file__).parents[1]
 RULES = {"title!": str, "text!": str, "data!": str, "fingerprint!": str, "seconds!": float, "seeds!": int,
-         "eval_tokens!": int, "tolerance!": float}  # fmt: skip
+         "eval_tokens!": int, "num_experts": int, "threads": int, "tolerance!": float}  # fmt: skip
 EXAM_RULES = {"title!": str, "text!": str, "tasks!": [str], "seeds!": int, "tolerance!": float}
 FIRST_STEPS, FIRST_LOSS = 5, 1e-3
 """The losses of so many logged steps are the same on any machine, this far: errors of rounding have not grown yet."""
@@ -119,7 +120,16 @@ def follow(entry: Mapping[str, Any], rules: Mapping[str, Any], where: str) -> No
         raise RunError(f"{where}: trained on other data than the track's ({rules['data']})")
     if seeds != list(range(rules["seeds"])):
         raise RunError(f"{where}: seeds {seeds}; the track has 0 to {rules['seeds'] - 1}")
+    if (experts := settings["model"].get("num_experts")) != rules.get("num_experts", experts):
+        raise RunError(f"{where}: {experts} experts; the track has {rules['num_experts']}")
     for seed, run in entry["runs"].items():
+        if (threads := run["environment"].get("threads")) != rules.get("threads", threads):
+            raise RunError(f"{where}, seed {seed}: {threads} threads; the track has {rules['threads']}")
+        ks = [result["top_k"] for result in run["evaluation"]["results"]]
+        if 2 not in ks and len(ks) != 1:
+            raise RunError(
+                f"{where}, seed {seed}: evaluated at k = {', '.join(map(str, ks))}; the track asks for k = 2"
+            )
         if any(result.get("split") != "test" for result in run["evaluation"]["results"]):
             raise RunError(f"{where}, seed {seed}: evaluated on another split than test")
         if (used := run["step_seconds"] * settings["steps"]) > rules["seconds"]:
@@ -188,6 +198,7 @@ def check(file: Path, seed: int = 0) -> str:
 def row_of(entry: Mapping[str, Any]) -> list[str]:
     """name, bits at k = 1, 2 and N, the load's unevenness at k = 2, GFLOPs of its model at k = 2, seconds."""
     results = [{one["top_k"]: one for one in run["evaluation"]["results"]} for run in entry["runs"].values()]
+    results = [of if len(of) > 1 else defaultdict(of.popitem()[1].copy) for of in results]  # a dense model has one k
     ks = [1, 2, max(max(of) for of in results)]
     bits = [Cell({seed: of[k]["value"] for seed, of in enumerate(results) if k in of}).text(3) for k in ks]
     loads = [

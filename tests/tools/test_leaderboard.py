@@ -52,8 +52,10 @@ def submitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     entry = folder / "track" / "mine.json"
     entry.parent.mkdir()
     assert main(["submit", str(out), "--router", "of-a-stranger", "--name", "Mine", "--out", str(entry)]) == 0
+    made = json.loads(entry.read_text())
     rules = {"title": "Small", "text": "A text.", "data": str(text), "seconds": 60.0, "seeds": 1, "eval_tokens": 512,
-             "tolerance": 0.01, "fingerprint": json.loads(entry.read_text())["data"]}  # fmt: skip
+             "num_experts": made["settings"]["model"]["num_experts"], "tolerance": 0.01, "fingerprint": made["data"],
+             "threads": made["runs"]["0"]["environment"]["threads"]}  # fmt: skip
     (entry.parent / "track.json").write_text(json.dumps(rules))
     (folder / "README.md").write_text("Rules.")
     return entry
@@ -117,6 +119,13 @@ def test_what_was_made_up_is_found(
         (lambda entry: entry["settings"].update(steps=10**6), True, "s of training; the track allows 60"),
         (lambda entry: entry["runs"].update({"1": entry["runs"]["0"]}), True, r"seeds \[0, 1\]; the track has 0 to 0"),
         (lambda entry: entry["runs"]["0"].pop("log"), True, "log"),
+        (lambda entry: entry["settings"]["model"].update(num_experts=3), True, "3 experts; the track has"),
+        (lambda entry: entry["runs"]["0"]["environment"].update(threads=99), True, "99 threads; the track has"),
+        (
+            lambda entry: [one.update(top_k=one["top_k"] + 2) for one in entry["runs"]["0"]["evaluation"]["results"]],
+            True,
+            "the track asks for k = 2",
+        ),
     ],
 )
 def test_a_rule_that_is_broken_is_named(

@@ -51,7 +51,7 @@ class Pages:
             if not (self.records / name).is_dir():
                 continue
             comparison = read_comparison(self.records / name)
-            seeds = [len(comparison.of(router)) for router in comparison.routers]
+            seeds = [sum(run.done for run in comparison.of(router)) for router in comparison.routers]
             if min(seeds) < self.claims.seeds_of(grid.get("family", "")):  # nobody looks before all of them are there
                 continue
             rows = [f"[{name}]({name}.md)", grid.get("about", ""), str(len(comparison.routers)), str(max(seeds))]

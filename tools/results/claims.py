@@ -223,7 +223,8 @@ def judged_by_family(tested: Sequence[Tested], families: Mapping[str, Family]) -
     for name, family in families.items():
         members = [one for one in whole if one.claim.family == name]
         tests = [Judged(one.values, one.claim.equal_within, priors[_kind(one)]) for one in members]
-        found |= {id(one): judged for one, judged in zip(members, judge(tests, family.kind), strict=True)}
+        planned = sum(one.claim.family == name for one in tested) if family.kind == "primary" else 0
+        found |= {id(one): judged for one, judged in zip(members, judge(tests, family.kind, planned), strict=True)}
     return [replace(one, judged=found.get(id(one))) for one in tested]
 
 

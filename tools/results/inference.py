@@ -137,11 +137,11 @@ class Judged:
 
     def verdict(self, expected: str) -> str:
         """holds, does not hold, equivalent, or undecided; expected: "less" or "more" than the base, or "equal"."""
-        if self.p < ALPHA:
+        if expected == "equal" and self.p_equal < ALPHA:
+            return "holds"
+        if self.p < ALPHA and not (expected == "equal" and abs(self.mean) <= self.margin):
             return "holds" if expected == ("less" if self.mean < 0 else "more") else "does not hold"
-        if self.p_equal < ALPHA:
-            return "holds" if expected == "equal" else "equivalent"
-        return "undecided"
+        return "equivalent" if self.p_equal < ALPHA else "undecided"
 
 
 def smallest_effect(spread: float, seeds: int, freedom: float, alpha: float) -> float:
@@ -150,7 +150,7 @@ def smallest_effect(spread: float, seeds: int, freedom: float, alpha: float) -> 
     if math.isinf(freedom):
         shift = limit + float(stats.norm.ppf(POWER))
     else:
-        shift = float(optimize.brentq(lambda nc: stats.nct.sf(limit, freedom, nc) - POWER, 0, limit + 10))
+        shift = float(optimize.brentq(lambda nc: stats.nct.sf(limit, freedom, nc) - POWER, 0, 2 * limit + 10))
     return shift * spread / math.sqrt(seeds)
 
 
@@ -169,19 +169,21 @@ def benjamini_hochberg(p: Sequence[float]) -> list[float]:
 CORRECTIONS = {"primary": holm, "exploratory": benjamini_hochberg}
 
 
-def judge(tests: Sequence[Judged], kind: str) -> list[Judged]:
+def judge(tests: Sequence[Judged], kind: str, planned: int = 0) -> list[Judged]:
     """The tests of one family with corrected p-values.
 
     Args:
         kind: "primary" (Holm) or "exploratory" (Benjamini-Hochberg).
+        planned: how many claims the family has, if those without runs count, too.
     """
     if not tests:
         return []
+    missing = [1.0] * (planned - len(tests))
     single = [test.tested() for test in tests]
     correct = CORRECTIONS[kind]
-    different, equal = (correct([getattr(one, name) for one in single]) for name in ("p", "p_equal"))
-    alpha = ALPHA / len(single)
+    different, equal = (correct([getattr(one, name) for one in single] + missing) for name in ("p", "p_equal"))
+    alpha = ALPHA / (len(single) + len(missing))
     return [
         replace(one, p=p, p_equal=p_equal, alpha=alpha)
-        for one, p, p_equal in zip(single, different, equal, strict=True)
+        for one, p, p_equal in zip(single, different, equal, strict=False)  # without those that are missing
     ]

@@ -194,12 +194,12 @@ def _last_change(key: str) -> Callable[[Mapping[str, Any]], list[float | None]]:
 
 
 def _collapse_change(found: Mapping[str, Any]) -> list[float | None]:
-    if len(history := found.get("history") or []) < 2:
+    if not (history := found.get("history")):  # which has the earlier checkpoints alone
         return []
-    ends = [
-        [(layer.get("collapse") or {}).get("value") for layer in history[place]["layers"].values()] for place in (0, -1)
-    ]
-    return [None if finite(one) is None or finite(two) is None else two - one for one, two in zip(*ends, strict=True)]
+    first = {name: (layer.get("collapse") or {}).get("value") for name, layer in history[0]["layers"].items()}
+    last = {name: (layer.get("collapse") or {}).get("value") for name, layer in found["layers"].items()}
+    ends = [(finite(first.get(name)), finite(value)) for name, value in last.items()]
+    return [None if one is None or two is None else two - one for one, two in ends]
 
 
 DIAGNOSED = {

@@ -251,6 +251,21 @@ def test_config_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     file.write_text('routers = "smoe"\n[set]\nlearning_rate = "x"\n')
     assert "learning_rate" in refused(capsys, "compare", "--config", str(file))
     assert "No such file" in refused(capsys, "compare", "--config", str(tmp_path / "none.toml"))
+    file.write_text('router = "smoe"\n')
+    assert "holds no" in refused(capsys, "submit", str(tmp_path), "--config", str(file)), "a flag that is needed"
+    assert "required: --router" in refused(capsys, "submit", str(tmp_path))
+
+
+def test_a_reader_that_has_enough_ends_a_command_quietly() -> None:
+    for words, unbuffered in ((["--help"], "1"), (["routers"], "1"), (["routers"], ""), (["train", "--help"], "")):
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        command = [sys.executable, "-m", "pointsman_lab", *words]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as run:
+            assert run.stdout is not None
+            assert run.stderr is not None
+            run.stdout.close()
+            assert run.stderr.read() == b""
+        assert run.returncode == 141
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,9 @@ def test_rows_of_one_seed_see_the_same_batches(own: Path, task: str) -> None:
 
 def test_the_command_line_takes_a_trained_comparison(own: Path, task: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["compare", "--task", task, "--task-steps", "1", "--out", str(own), "--device", "cpu", "--top-k", "2"]
-    assert main(arguments) == 0
+    assert main([*arguments, "--names", "smoe=Plain"]) == 0
     shown = capsys.readouterr().out
+    assert "Plain" in shown, "names of rows are kept without --routers, too"
     assert "accuracy (%) on the test split" in shown
     assert "k=2" in shown
     assert "k=4" in shown  # the dense row's only column

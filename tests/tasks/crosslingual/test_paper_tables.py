@@ -82,6 +82,16 @@ def test_a_figure_within_two_errors_of_its_floor_is_marked() -> None:
     assert "not above its floor by two standard errors" in table.caption
 
 
+def test_a_difference_is_at_the_same_k_or_to_a_row_of_one_k() -> None:
+    rows = {("smoe", 1): 0.5, ("smoe", 2): 0.6, ("fixed", 8): 0.9, ("xmoe", 2): 0.7}
+    lines = {line: {"en": Cell({0: value})} for line, value in rows.items()}
+    table = LanguageTable("xtreme-xnli", ["en"], lines, metric("accuracy"), "")
+    assert [row[0] for row in table.difference_grid().rows] == ["xmoe k=2"]
+    lines = {("dense", 8): lines.pop(("smoe", 1)), **lines}
+    table = LanguageTable("xtreme-xnli", ["en"], lines, metric("accuracy"), "")
+    assert [row[0] for row in table.difference_grid().rows] == ["smoe k=2", "fixed k=8", "xmoe k=2"]
+
+
 def test_the_papers_first_table_has_one_row_of_ours_with_its_average(comparison: Path) -> None:
     table = paper_tables(comparison, "x-moe").tables[0]
     [setting] = table.ours

@@ -126,6 +126,9 @@ def test_families_have_their_own_correction_and_seeds(folder: Path) -> None:
     assert [one.verdict for one in page.tested] == ["holds", "holds", "equivalent"]
     assert page.tested[2].verdict_text == "**equivalent** within 5"
     assert [one.judged.alpha for one in page.tested if one.judged] == pytest.approx([0.05, 0.025, 0.025])
+    (folder / CLAIMS).write_text(text + claim("few", family="main"))
+    alphas = [one.judged.alpha for one in Page.read(folder).tested if one.judged]
+    assert alphas == pytest.approx([0.05, 0.05 / 3, 0.05 / 3]), "a claim without its seeds counts in its family"
     (folder / CLAIMS).write_text(text.replace("seeds = 3", "seeds = 12"))
     assert Page.read(folder).tested[1].verdict == "not run (3 of 12 seeds)"
 
@@ -251,7 +254,7 @@ def test_figures_of_a_diagnosis(folder: Path) -> None:
             "layers": {
                 "a": {
                     "fluctuation": {"top1": value, "sets": 2 * value},
-                    "collapse": {"value": 4 * value},
+                    "collapse": {"value": 7 * value},
                 }
             },
         }

@@ -116,3 +116,22 @@ def test_undecided_says_how_many_more_seeds() -> None:
 def test_no_spread_is_decided_by_the_mean() -> None:
     assert judge([Judged([0.0, 0.0, 0.0], 0.1)], "primary")[0].verdict("less") == "equivalent"
     assert judge([Judged([-1.0, -1.0, -1.0], 0.1)], "primary")[0].verdict("less") == "holds"
+
+
+def test_a_small_difference_is_no_difference_where_equality_was_claimed() -> None:
+    inside, beyond = ([base + 1e-4 * one for one in (-1, 0, 1)] for base in (0.002, 0.05))
+    for values, verdict in ((inside, "holds"), (beyond, "does not hold")):
+        assert Judged(values, margin=0.01).tested().verdict("equal") == verdict
+    assert Judged(inside, margin=0.01).tested().verdict("less") == "does not hold", "it is more, however little"
+
+
+def test_three_seeds_in_a_family_of_many_have_a_smallest_difference() -> None:
+    [one, *_] = judge([Judged([0.1, -0.2, 0.15], 0.01)] * 80, "exploratory")
+    assert math.isfinite(one.smallest)
+    assert one.smallest > 1
+
+
+def test_claims_without_runs_count_in_their_family() -> None:
+    [one] = judge([Judged(SLEEP, margin=0.5)], "primary", planned=6)
+    assert one.p == pytest.approx(6 * 0.002833, abs=5e-6)
+    assert one.alpha == pytest.approx(ALPHA / 6)

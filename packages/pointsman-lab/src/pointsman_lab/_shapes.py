@@ -66,7 +66,9 @@ SHAPES: dict[str, Any] = {
         "usage": dict, "level": str | None, "checkpoint": str | None,
         "map": {"indices": [int], "top_k": int, "layers": dict, "method": str},
     },
-    "exam.json": {"version!": int, "rows!": [str], "tasks!": [str], "seeds!": int, "imports": [str]},
+    "exam.json": {
+        "version!": int, "rows!": [str], "tasks!": [str], "seeds!": int, "imports": [str], "sources": {"*": str},
+    },
     "exam-*.json": {
         "row!": str, "tried!": [[str | float | int | None]], "chosen": {"spec!": str, "rate!": float}, "refused": str,
         "runs!": {"*": {

@@ -97,6 +97,8 @@ def run(arguments: Sequence[str]) -> int:
         flags.without_effect(values, ["--processes"], "with --cluster: each run has one process")
     device = (values.device or "cpu") if values.cluster else choose_device(values.device)
     if not values.routers:
+        if showing:
+            print(shown(values))
         with cluster(values.cluster, device, values.out) as hosts:
             fine_tune_comparison(values, values.out, device, hosts)
         print(write_page(values.out, explorer=True), file=sys.stderr)

@@ -6,12 +6,14 @@ import _thread
 import errno
 import importlib
 import os
+import select
 import signal
 import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import TextIO
 
 from pointsman._errors import Stopped, did_you_mean
 from pointsman.parallel import STORE
@@ -70,10 +72,23 @@ start here: pointsman compare --routers smoe,hyperrouter --data stdlib
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command. Exit codes: 0 done, 1 `verify` or `check` found faults, 2 user error, 130 interrupted."""
+    """Runs one command. Exit codes: 0 done, 1 `verify` or `check` found faults, 2 user error, 130 interrupted,
+    141 nobody reads.
+    """
     if STORE in os.environ:
         end_with_launcher()
     words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        try:
+            return _main(words)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _main(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE.format(commands="\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())), end="")
         return 0 if words else 2
@@ -96,10 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with interrupts_kept():
             return int(importlib.import_module(f"pointsman_lab.cli.{name}").run(words[1:]))
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 0
     except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, BrokenPipeError) and not _read(sys.stdout):
+            raise
         told = explain(error)
         if told is None:
             raise
@@ -107,6 +121,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":  # of ranks that all read the same flags, one says so
             print(line, file=sys.stderr)
         return code
+
+
+def _read(output: TextIO) -> bool:
+    """Whether somebody still reads it."""
+    with suppress(OSError, ValueError):  # it is no pipe
+        watched = select.poll()
+        watched.register(output.fileno(), 0)
+        return not watched.poll(0)
+    return True
 
 
 @contextmanager

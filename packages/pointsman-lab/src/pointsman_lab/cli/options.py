@@ -69,6 +69,9 @@ class Parser(argparse.ArgumentParser):
             if flag.startswith("--") and equals and value == "--":  # argparse takes it for the end of the flags
                 raise RunError(f"{self.prog}: {flag} '--': not a value")
         self.defaults = {action.dest: action.default for action in self._actions}
+        needed = [action for action in self._actions if action.required and action.option_strings]
+        for action in needed:  # --config may have them
+            action.required = False
         values, unknown = self.parse_known_args(list(words))
         if unknown:
             flag = unknown[0].partition("=")[0]
@@ -78,6 +81,9 @@ class Parser(argparse.ArgumentParser):
         if getattr(values, "config", None) is not None:
             self.set_defaults(**self._from_file(values.config))
             values = self.parse_args(list(words))
+        for action in needed:
+            if getattr(values, action.dest) is None:
+                self.error(f"the following arguments are required: {action.option_strings[0]}")
         if getattr(values, "imports", None):
             from pointsman_lab.runs.imports import import_named
 

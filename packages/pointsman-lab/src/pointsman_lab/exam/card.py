@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,25 +55,17 @@ class Card(Forms):
         return [Grid(["router", *self.tasks], rows, caption=caption)]
 
     def csv(self) -> str:
-        out = io.StringIO()
-        writer = csv.DictWriter(out, COLUMNS, lineterminator="\n", restval=NONE)
-        writer.writeheader()
+        lines = []
         for task in self.tasks:
             for row in self.rows:
                 cell = self.cells.get((task, row), {})
                 found, above = scores(self.cells, task, row), regret(self.cells, task, row)
+                choice = cell.get("chosen", {})
                 for seed, value in values(self.cells, task, row).items():
-                    run, choice = cell["runs"][str(seed)], cell.get("chosen", {})
-                    writer.writerow(
-                        {
-                            "task": task, "router": row, "seed": seed, "value": value,
-                            "score": found.get(seed, NONE), "regret": above.get(seed, NONE),
-                            "ami": run.get("ami", NONE), "experts_used": run.get("used", NONE),
-                            "experts_per_token": run.get("cost", NONE), "rate": choice.get("rate", NONE),
-                            "tuned": choice.get("spec", NONE),
-                        }
-                    )  # fmt: skip
-        return out.getvalue()
+                    figures = map(cell["runs"][str(seed)].get, ("ami", "used", "cost"))
+                    told = [task, row, seed, value, found.get(seed), above.get(seed), *figures]
+                    lines.append([*told, choice.get("rate"), choice.get("spec")])
+        return Grid(COLUMNS, lines).csv()
 
     def print(self) -> None:
         """The table on a terminal, tasks by routers, in blocks that fit its width."""

@@ -102,6 +102,7 @@ def fill(task: Task, row: str, seeds: int, out: Path, check: Callable[[], None],
                 cell["runs"][str(seed)] = run(task, cell["chosen"]["spec"], seed, cell["chosen"]["rate"], check)
                 keep()
     except ValueError as error:
+        task.world(0)  # raises where the task's data is missing, which is no fault of the row
         cell["refused"] = " ".join(str(error).split())
         keep()
 

@@ -21,12 +21,13 @@ SHAPE: dict[str, Any] = {"format!": int, "name!": str, "router!": str, "version!
 
 
 def exam_entry(folder: Path, router: str, name: str) -> dict[str, Any]:
-    """The entry of one row of an exam's directory."""
+    """The entry of one row of an exam's directory: of the tasks whose best routing is known."""
     plan = plan_in(folder)
     if router not in plan.rows:
         raise RunError(f"{folder} has no row {router!r}: {did_you_mean(router, plan.rows)}")
-    cells = {task: cell for (task, row), cell in collect(plan, folder).items() if row == router}
-    for task in plan.tasks:
+    known = [task for task in plan.tasks if TASKS[task].known]
+    cells = {task: cell for (task, row), cell in collect(plan, folder).items() if row == router and task in known}
+    for task in known:
         if task not in cells or not is_whole(cells[task], plan.seeds):
             raise RunError(f"{folder}: {router}, task {task}: not finished; the command of the exam goes on")
         if "refused" in cells[task]:

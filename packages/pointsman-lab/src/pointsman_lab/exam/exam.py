@@ -13,7 +13,7 @@ from typing import Any
 
 from pointsman._errors import RunError, Stopped
 from pointsman.routers.frame.registry import parse_spec
-from pointsman_lab._files import alone, parse_json, read_json, write_whole
+from pointsman_lab._files import alone, checksum, parse_json, read_json, write_whole
 from pointsman_lab.exam.cell import VERSION, count, fill, is_whole, read_cell
 from pointsman_lab.exam.registry import TASKS
 from pointsman_lab.progress import Progress, Stop, check_stop
@@ -84,6 +84,9 @@ def merged(plan: Plan, out: Path) -> Plan:
         return plan
     if before["version"] != VERSION:
         raise RunError(f"{out} holds version {before['version']} of the exam, this is {VERSION}; choose another --out")
+    for name, was in before.get("sources", {}).items():
+        if name in plan.imports and checksum(Path(name))["sha256"] != was:
+            raise RunError(f"{out}: {name} has changed since its runs; choose another --out")
     return replace(
         plan,
         rows=tuple(dict.fromkeys([*before["rows"], *plan.rows])),
@@ -131,8 +134,9 @@ def examine(
             parse_spec(row)
     whole = merged(plan, out)
     with alone(out):
+        sources = {name: checksum(Path(name))["sha256"] for name in whole.imports if name.endswith(".py")}
         values = {"version": VERSION, "rows": whole.rows, "tasks": whole.tasks, "seeds": whole.seeds}
-        write_whole(out / PLAN, json.dumps({**values, "imports": whole.imports}, indent=2) + "\n")
+        write_whole(out / PLAN, json.dumps({**values, "imports": whole.imports, "sources": sources}, indent=2) + "\n")
         if known is None:
             known = {} if plan.again else record()
         todo = [
@@ -174,8 +178,8 @@ def collect(plan: Plan, out: Path) -> dict[tuple[str, str], dict[str, Any]]:
     found = {}
     for place in plan.cells:
         cell = read_cell(out, *place)
-        if not cell["runs"] and "refused" not in cell:
-            cell = known.get(place, cell)
+        if "refused" not in cell and not is_whole(cell, plan.seeds):
+            cell = max(cell, known.get(place, cell), key=lambda one: len(one["runs"]))
         if cell["runs"] or "refused" in cell:
             found[place] = cell
     return found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pointsman._errors import did_you_mean
+from contextlib import suppress
+
+from pointsman._errors import RunError, did_you_mean
 from pointsman_lab.data.catalog import data_folder
 from pointsman_lab.exam import clusters, parts, sequences
 from pointsman_lab.exam.task import Task
@@ -39,4 +41,10 @@ def tasks(names: list[str] | None) -> list[Task]:
     for name in names or ():
         if name not in TASKS:
             raise ValueError(f"unknown task {name!r}: {did_you_mean(name, TASKS)}")
-    return [TASKS[name] for name in names or TASKS if names or data_folder() or TASKS[name].name != "languages"]
+    return [TASKS[name] for name in names or TASKS if names or _has_data(TASKS[name])]
+
+
+def _has_data(task: Task) -> bool:
+    with suppress(RunError):
+        return task.name != "languages" or bool(data_folder() and task.world(0))
+    return False

@@ -126,8 +126,10 @@ class LanguageTable(Forms):
         base = {k: cells for (router, k), cells in self.lines.items() if router == first}
         rows = []
         for (router, k), cells in self.lines.items():
-            other = base.get(k) or next(iter(base.values()))  # a model without routers has one k
-            if router != first:
+            other = base.get(k) or (
+                next(iter(base.values())) if len(base) == 1 else None
+            )  # one without routers has one k
+            if router != first and other is not None:
                 minus = {column: cells[column].minus(other[column]) for column in self.columns}
                 shown = [self.shown(cell, column, sign=True) for column, cell in minus.items()]
                 rows.append([f"{router} k={k}", *shown])
