@@ -124,11 +124,10 @@ class LanguageTable(Forms):
         """Paired differences to the first router at the same k."""
         first = next(iter(self.lines))[0]
         base = {k: cells for (router, k), cells in self.lines.items() if router == first}
+        only = next(iter(base.values())) if len(base) == 1 else None  # a model without routers has one k
         rows = []
         for (router, k), cells in self.lines.items():
-            other = base.get(k) or (
-                next(iter(base.values())) if len(base) == 1 else None
-            )  # one without routers has one k
+            other = base.get(k, only)
             if router != first and other is not None:
                 minus = {column: cells[column].minus(other[column]) for column in self.columns}
                 shown = [self.shown(cell, column, sign=True) for column, cell in minus.items()]
