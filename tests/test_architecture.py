@@ -162,6 +162,7 @@ FILE_CALLS = re.compile(
 )
 """Calls that open a file, or that make much of little."""
 OPENED_ELSEWHERE = {
+    "cli.main": "the null device, in place of an output that nobody reads",
     "_files": "the one way to files",
     "_shapes": "the bounds of what is parsed and unpacked",
     "data.reading": "a checked file of the user's data, read in blocks",
