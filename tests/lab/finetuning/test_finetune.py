@@ -11,6 +11,7 @@ import torch
 
 from pointsman._errors import RunError
 from pointsman_lab.cli.main import main
+from pointsman_lab.diagnosis import diagnose_path
 from pointsman_lab.finetuning import Finetuning, finetune, load_finetuned
 from pointsman_lab.finetuning.run import finetuned_path, identity
 from pointsman_lab.recipes import preset
@@ -100,6 +101,11 @@ def test_a_saved_classifier_is_opened_as_it_was(run: Path, task: str, tmp_path: 
     [file] = tmp_path.glob("evaluation-*-test.json")
     again = json.loads(file.read_text())
     assert again["results"][0]["nats"] == pytest.approx(record["results"][1]["nats"], rel=1e-6)
+    found = diagnose_path(tmp_path)
+    assert "groups" not in found
+    assert found["protocol"]["tokens"] == record["results"][1]["tokens"]
+    layers = found["layers"].values()
+    assert all("group" not in layer and layer["jacobian"]["gradient"] is not None for layer in layers)
     with pytest.raises(RunError, match="is no fine-tuned run"):
         load_finetuned(run)
     with pytest.raises(RunError, match="is a fine-tuned run: give the pre-trained one"):

@@ -6,6 +6,7 @@ import gzip
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 from pointsman_lab.models.encoder import EncoderConfig
 from pointsman_lab.training.config import RunConfig
@@ -53,11 +54,11 @@ def questions(file: Path, name: str, count: int, draw: random.Random) -> None:
     file.write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
 
 
-def pretrained(data: Path, out: Path, router: str = "switch") -> Path:
+def pretrained(data: Path, out: Path, router: str = "switch", **shape: Any) -> Path:
     """A run of an encoder, trained for two steps on the text."""
     model = EncoderConfig(
         vocab_size=200, num_layers=2, dim=16, num_heads=2, head_dim=8, hidden_dim=24, num_experts=4, router=router,
-        moe_layers="after:1", norm="pre", dropout=0.0, attention_dropout=0.0, max_length=64,
+        moe_layers="after:1", norm="pre", dropout=0.0, attention_dropout=0.0, max_length=64, **shape,
     )  # fmt: skip
     config = RunConfig.of(
         model=model, data=f"multilingual:{data / 'text'}", steps=2, batch_size=8, segment_length=32, memory_length=0,

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from pointsman._errors import RunError
 from pointsman.diagnostics import RoutingMonitor
+from pointsman_lab.cli.main import main
 from pointsman_lab.data.pieces import train_pieces
 from pointsman_lab.diagnosis import Settings, diagnose_path
 from pointsman_lab.finetuning import Finetuning, finetune
@@ -122,6 +123,24 @@ def test_what_is_frozen_stays_bit_by_bit(run: Path, tmp_path: Path) -> None:
     names = [name for name in before if ".router." in name or ".experts." in name]
     assert len(names) >= found["tensors"]
     assert all(torch.equal(before[name], after[f"backbone.{name}"]) for name in names)
+
+
+def test_a_router_with_one_k_is_tuned_and_its_validation_is_named_so(data: Path, tmp_path: Path) -> None:
+    run = pretrained(data, tmp_path / "mlm", "soft", experts="ffn")
+    settings = Finetuning("xnli-dev:languages=de", steps=1, length=32, settings={"batch_size": 8})
+    record = finetune(run, settings, out=tmp_path / "tuned").evaluation
+    change = record["change_from_pretrained"]
+    assert (change["top_k"], [row["top_k"] for row in record["results"]]) == (4, [4])
+    assert [(layer["tokens"] > 0, layer["sets"]) for layer in change["layers"].values()] == [(True, 0.0)]
+    found = diagnose_path(tmp_path / "tuned", settings=Settings(tokens=200))
+    assert [layer["agreement"] for layer in found["layers"].values()] == [[]]
+    arguments = ["evaluate", str(tmp_path / "tuned"), "--split", "valid", "--predictions", "official"]
+    assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
+    again = json.loads((tmp_path / "out/evaluation-xnli-dev-valid.json").read_text())
+    assert again["protocol"]["split"] == again["results"][0]["split"] == "valid"
+    [file] = (tmp_path / "out/predictions/xnli-dev").iterdir()
+    assert file.name == "valid-en.tsv"
+    assert len(file.read_text().splitlines()) == len(load_xtreme("xnli-dev", data).splits["valid"])
 
 
 def test_the_consistency_of_fine_tunings_of_one_run_is_read(run: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pointsman.control import named_routers
 from pointsman.ops.kernels import using
 from pointsman_lab._files import within
 from pointsman_lab.evaluation.diagnose import diagnose, plain_reader
+from pointsman_lab.evaluation.passes import eval_top_k
 from pointsman_lab.finetuning.consistency import consistency_over_training, finetunings_of
 from pointsman_lab.progress import Progress
 
@@ -122,7 +123,8 @@ def _of_run(path: Path, against: Sequence[Path], settings: Settings, watch: Prog
     split = settings.split or task.reported_split(config)
     seen = task.observed(config, split, settings.tokens, torch.device(settings.device))
     own = min(router.top_k for _, router in named_routers(run.model))
-    top_k = [k for k in (config.eval_top_k if settings.top_k is None else settings.top_k) if k != own]
+    wanted = eval_top_k(run.model, config.eval_top_k) if settings.top_k is None else settings.top_k
+    top_k = [k for k in wanted if k not in (None, own)]
     if watch:
         watch.phase("diagnose", seen.count)
     try:

@@ -31,7 +31,7 @@ class Batch:
 
     Attributes:
         inputs: token ids [B, T], or another input of the reader.
-        targets: [B, T], for readers that return a loss.
+        targets: [B, T], or [B] of one class a text, for readers that return a loss.
         mask: [B, T] bool, True for tokens that count; None: all.
         group: number of the text's group (its language), from 0; None: there are no groups.
         token_ids: [B, T], what specialisation is measured against; None: `inputs`. Of images, the class of each.

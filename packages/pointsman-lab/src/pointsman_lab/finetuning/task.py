@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from pointsman.diagnostics.statistics import Fluctuation
 from pointsman.recording import record_routing
 from pointsman_lab.data.task_streams import Encoded, eval_batches
 from pointsman_lab.evaluation.diagnose import Batch
+from pointsman_lab.evaluation.passes import eval_top_k
 from pointsman_lab.finetuning.settings import Defaults, Finetuning
 from pointsman_lab.models.config import build_model
 from pointsman_lab.runs.checkpoints import CheckpointError
@@ -96,13 +98,14 @@ class FineTuning(Task):
         """The rows that an evaluation of this part scores."""
         parts = self.rows(replace(config, eval_tokens=tokens), split)
         batches = [
-            Batch(one.tokens, one.labels, one.tokens >= 0, number)
+            Batch(one.tokens, one.labels, one.tokens >= 0, number if len(parts) > 1 else None)
             for number, encoded in enumerate(parts.values())
             for one in eval_batches(encoded, config.eval_batch_size, device)
         ]
         read_tokens = sum(int((one.inputs >= 0).sum()) for one in batches)
         protocol = {"data": self.data.description, "split": split, "tokens": read_tokens}
-        return Observed(batches, len(batches), lambda: target_nats(config, device), protocol, tuple(parts))
+        groups = tuple(parts) if len(parts) > 1 else ()
+        return Observed(batches, len(batches), lambda: target_nats(config, device), protocol, groups)
 
     def further_results(self, model: Any, config: RunConfig) -> dict[str, Any]:
         """How far the routing moved from the pre-trained model's."""
@@ -177,7 +180,8 @@ def unchanged(model: Any, settings: Finetuning, weights: Mapping[str, Tensor]) -
 
 @torch.no_grad()
 def change_from(weights: Mapping[str, Tensor], model: Any, encoded: Encoded) -> dict[str, Any]:
-    """Routing fluctuation between the pre-trained model and the fine-tuned one, on the same texts at k = 2.
+    """Routing fluctuation between the pre-trained model and the fine-tuned one, on the same texts at k = 2 (a
+    router with one k: at that).
 
     Returns:
         {"top_k", "examples", "layers": {layer: what `Fluctuation` gives}}; padding is left out.
@@ -186,10 +190,11 @@ def change_from(weights: Mapping[str, Tensor], model: Any, encoded: Encoded) -> 
     before = build_model(model.config)
     before.load_state_dict(weights)
     before.to(device)
-    top_k = min(TOP_K, model.config.num_experts)
     part = encoded.first(EXAMPLES)
     layers = {name: Fluctuation() for name, _ in named_routers(before)}
-    with evaluating(model, 0), evaluating(before, 0), set_top_k(model, top_k), set_top_k(before, top_k):
+    (k,) = eval_top_k(before, (min(TOP_K, model.config.num_experts),))
+    at = [set_top_k(one, k) if k else nullcontext() for one in (model, before)]
+    with evaluating(model, 0), evaluating(before, 0), at[0], at[1]:
         for batch in eval_batches(part, 32, device):
             mask = batch.tokens >= 0
             with record_routing(before) as one, record_routing(model.backbone) as two:
@@ -198,4 +203,4 @@ def change_from(weights: Mapping[str, Tensor], model: Any, encoded: Encoded) -> 
             for name, fluctuation in layers.items():
                 fluctuation.update(one[name], two[name], mask.reshape(-1))
     results = {name: fluctuation.result() for name, fluctuation in layers.items()}
-    return {"top_k": top_k, "examples": len(part), "layers": results}
+    return {"top_k": k or model.config.num_experts, "examples": len(part), "layers": results}

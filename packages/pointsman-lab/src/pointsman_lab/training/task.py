@@ -77,7 +77,7 @@ def target_nats(config: RunConfig, device: torch.device) -> Reader:
         assert batch.targets is not None
         with autocast(config, device):
             logits = model(batch.inputs).float()
-        targets = batch.targets[:, : logits.shape[1]] if logits.dim() > batch.targets.dim() else batch.targets
+        targets = batch.targets if batch.targets.dim() == 1 else batch.targets[:, : logits.shape[1]]
         return F.cross_entropy(
             logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=IGNORE, reduction="sum"
         )
