@@ -105,6 +105,8 @@ def evaluated(
     with using(saved.kernels):
         results = task.evaluate(saved.model, config, split, values.top_k or config.eval_top_k, context)
     protocol = {**task.protocol(config), **task.description()}
+    if "split" in protocol:
+        protocol["split"] = split
     record = {"format": 1, "checkpoint": f"step-{saved.step}", "protocol": protocol, "results": results}
     folder = values.out or values.run
     if values.predictions:

@@ -68,6 +68,7 @@ class CrossLingual(FineTuning):
         self._rows: dict[tuple[str, int], Features] = {}
         self._parts: dict[tuple[str, int, int | None], dict[str, TestPart]] = {}
         self._kept: dict[int, dict[str, list[Prediction]]] = {}
+        self._scored: tuple[str, dict[str, TestPart]] = ("", {})
 
     @classmethod
     def read(cls, spec: str) -> XtremeData:
@@ -182,6 +183,7 @@ class CrossLingual(FineTuning):
             raise RunError(f"the task {self.name} has no {split} part: allowed are valid and test")
         self._kept = {}
         parts, kind, batch_size = self.parts(config, split), self.data.kind, config.eval_batch_size
+        self._scored = split, parts
         device = next(model.parameters()).device
 
         def one_pass(one: Pass) -> dict[str, Any]:
@@ -217,11 +219,9 @@ class CrossLingual(FineTuning):
         if not self._kept:
             return {}
         own = config.model.top_k if config.model.top_k in self._kept else max(self._kept)
-        parts = self.parts(config, "test")
+        (split, parts), ending = self._scored, "json" if self.data.kind == "questions" else "tsv"
         return {
-            f"predictions/{self.name}/test-{language}.{'json' if self.data.kind == 'questions' else 'tsv'}": submission(
-                parts[language].items, given
-            )
+            f"predictions/{self.name}/{split}-{language}.{ending}": submission(parts[language].items, given)
             for language, given in self._kept[own].items()
         }
 
