@@ -1,6 +1,7 @@
 """Quality at any k against one long forward; entropies and loads against the routing itself; nothing left changed."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,14 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pointsman._errors import Stopped
+from pointsman._errors import RunError, Stopped
 from pointsman.control import set_top_k
 from pointsman.experts import apply
 from pointsman.ops.kernels import Kernels, using
 from pointsman.recording import record_routing
+from pointsman_lab.data.corpus import load_corpus
 from pointsman_lab.evaluation.passes import EvaluationContext
 from pointsman_lab.models.transformer_xl import TransformerXL, TransformerXLConfig
-from pointsman_lab.tasks.language_modelling.task import EvalProtocol, evaluate, quality
+from pointsman_lab.recipes import preset
+from pointsman_lab.tasks.language_modelling.task import EvalProtocol, LanguageModelling, evaluate, quality
 
 TOKENS = np.random.default_rng(0).integers(0, 20, 200).astype(np.uint8)
 WHOLE = EvalProtocol(batch_size=1, segment_length=16, memory_length=200)
@@ -85,6 +88,7 @@ def test_nothing_is_left_changed() -> None:
     assert model.training
     assert model.layers[0].moe.top_k == 3
     assert evaluate(model, TOKENS, "byte", split="test", top_k=[1, 2], protocol=WHOLE) == first
+    assert evaluate(model, TOKENS, "byte", split="test", top_k=[2], protocol=WHOLE) == first[1:]
 
 
 def test_a_mixers_entropy_is_given_before_and_after_mixing() -> None:
@@ -117,6 +121,17 @@ def test_a_wrong_k_is_refused(k: object) -> None:
 def test_a_text_shorter_than_a_segment_is_refused() -> None:
     with pytest.raises(ValueError, match="one segment needs 17"):
         evaluate(build(), TOKENS[:10], "byte", split="test", top_k=[2], protocol=WHOLE)
+
+
+def test_a_validation_part_shorter_than_a_segment_is_refused_before_training(tmp_path: Path) -> None:
+    for part, count in (("train", 900), ("valid", 9), ("test", 900)):
+        (tmp_path / f"{part}.txt").write_text("ab" * count)
+    task = LanguageModelling(load_corpus(str(tmp_path), cache_dir=tmp_path / "cache"))
+    small = {"batch_size": 2, "segment_length": 16, "eval_segment_length": 16, "validate_every": 0}
+    config = preset("tiny", data=str(tmp_path)).with_overrides(small)
+    task.check(config)
+    with pytest.raises(RunError, match="has 18 tokens, and one segment needs 65"):
+        task.check(config.with_overrides({"eval_segment_length": 64}))
 
 
 def test_it_stops_when_asked() -> None:

@@ -186,7 +186,8 @@ def evaluated(
 ) -> list[dict[str, Any]]:
     """A pass at every k of `top_k`; of a model without a choice of k one pass, with the number of experts as its k.
 
-    The default generator's state, the model's k and its mode are as before afterwards.
+    A router that draws draws the same at a k whatever others are asked for. The default generator's state, the model's
+    k and its mode are as before afterwards.
 
     Returns:
         For each k: {"split", "top_k", figures, "routers": what `RoutingSummary` has, of a final evaluation}.
@@ -198,15 +199,14 @@ def evaluated(
     if how.progress:
         how.progress.phase(how.phase, batches * len(values))
     results = []
-    with evaluating(model, seed):
-        for index, k in enumerate(values):
-            one = Pass(model, k, how, ranks, index * batches, batches)
-            with set_top_k(model, k) if k else nullcontext():
-                result = {"split": split, "top_k": one.top_k, **one_pass(one)}
-            if one.summary:
-                one.summary.gather(ranks)
-                result["routers"] = one.summary.result()
-            results.append(result)
+    for index, k in enumerate(values):
+        one = Pass(model, k, how, ranks, index * batches, batches)
+        with evaluating(model, seed), set_top_k(model, k) if k else nullcontext():
+            result = {"split": split, "top_k": one.top_k, **one_pass(one)}
+        if one.summary:
+            one.summary.gather(ranks)
+            result["routers"] = one.summary.result()
+        results.append(result)
     return results
 
 

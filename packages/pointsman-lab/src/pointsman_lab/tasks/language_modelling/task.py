@@ -175,7 +175,8 @@ class LanguageModelling(Task):
 
     def check(self, config: RunConfig) -> None:
         self.batches(config, torch.device("cpu"))
-        EvalStream(self.corpus.split(config.eval_split), config.eval_batch_size, config.eval_segment_length)
+        for split in (config.eval_split, self.validation_split(config) or config.eval_split):
+            EvalStream(self.corpus.split(split), config.eval_batch_size, config.eval_segment_length)
 
     def build_model(self, config: RunConfig) -> Any:
         return self._calibrated(super().build_model(config))
