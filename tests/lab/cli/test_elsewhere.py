@@ -9,6 +9,7 @@ import pytest
 
 from pointsman import build_router, list_routers
 from pointsman.routers.frame import elsewhere, registry
+from pointsman_lab import registry as tasks
 from pointsman_lab.cli.main import main
 from pointsman_lab.runs import imports
 from tests.campaigns.observer import observed
@@ -58,13 +59,13 @@ def file(tmp_path: Path) -> Path:
     return written
 
 
-def installed(folder: Path, module: str, source: str) -> None:
+def installed(folder: Path, module: str, source: str, group: str = "routers") -> None:
     """A package in `folder`, as pip would install it, with an entry point."""
     (folder / f"{module}.py").write_text(source)
     info = folder / f"{module}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[pointsman.routers]\nmine = {module}\n")
+    (info / "entry_points.txt").write_text(f"[pointsman.{group}]\nmine = {module}\n")
     sys.path.insert(0, str(folder))
 
 
@@ -80,6 +81,14 @@ def test_a_package_that_fails_is_named_and_takes_nothing_down(tmp_path: Path) ->
     with pytest.warns(UserWarning, match="package 'my_broken' are missing: my_broken fails with RuntimeError: no GPU"):
         elsewhere.load_installed()
     assert "smoe" in list_routers()
+
+
+def test_a_task_that_is_none_is_named_and_takes_nothing_down(tmp_path: Path) -> None:
+    installed(tmp_path, "my_task", "", "tasks")
+    tasks._installed.cache_clear()
+    with pytest.warns(UserWarning, match="'mine' of the package 'my_task' is missing: my_task is no TaskEntry"):
+        assert "transformer-xl" in tasks.families()
+    tasks._installed.cache_clear()
 
 
 def test_a_module_and_a_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

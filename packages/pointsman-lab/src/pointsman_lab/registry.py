@@ -159,7 +159,9 @@ def _installed() -> tuple[TaskEntry, ...]:
     found = []
     for point in metadata.entry_points(group=GROUP):
         try:
-            found.append(point.load())
+            if not isinstance(task := point.load(), TaskEntry):
+                raise TypeError(f"{point.value} is no TaskEntry")
+            found.append(task)
         except Exception as error:
             package, told = point.dist.name if point.dist else "?", str(error) or type(error).__name__
             warnings.warn(f"the task {point.name!r} of the package {package!r} is missing: {told}", stacklevel=2)
