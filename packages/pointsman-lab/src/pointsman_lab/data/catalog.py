@@ -30,7 +30,6 @@ class KnownCorpus:
     """A corpus with a name.
 
     Attributes:
-        summary: one line for lists.
         level: the default unit of tokens.
         files: for a corpus in one file: its possible names, in order of preference.
         parts: for a corpus with one file per split: split -> file name.
@@ -38,7 +37,6 @@ class KnownCorpus:
         md5: of the unpacked file.
     """
 
-    summary: str
     level: Level = "byte"
     files: tuple[str, ...] = ()
     parts: Mapping[str, str] = field(default_factory=dict)
@@ -50,21 +48,19 @@ _WIKI_PARTS = MappingProxyType({split: f"wiki.{split}.tokens" for split in SPLIT
 
 CORPORA: Mapping[str, KnownCorpus] = MappingProxyType(
     {
-        "stdlib": KnownCorpus("the Python standard library's own source, bytes; present on every machine"),
+        "stdlib": KnownCorpus(),
         "enwik8": KnownCorpus(
-            "the first 10^8 bytes of an English Wikipedia dump, 90M / 5M / 5M",
             files=("enwik8", "enwik8.gz", "enwik8.zip"),
             sizes=(90_000_000, 5_000_000, 5_000_000),
             md5="a1fa5ffddb56f4953e226637dabbb36a",
         ),
         "text8": KnownCorpus(
-            "10^8 characters of cleaned Wikipedia text, a to z and space, 90M / 5M / 5M",
             files=("text8", "text8.gz", "text8.zip"),
             sizes=(90_000_000, 5_000_000, 5_000_000),
             md5="3bea1919949baf155f99411df5fada7e",
         ),
-        "wikitext-2": KnownCorpus("2M words of Wikipedia articles, word-level", level="word", parts=_WIKI_PARTS),
-        "wikitext-103": KnownCorpus("103M words of Wikipedia articles, word-level", level="word", parts=_WIKI_PARTS),
+        "wikitext-2": KnownCorpus(level="word", parts=_WIKI_PARTS),
+        "wikitext-103": KnownCorpus(level="word", parts=_WIKI_PARTS),
     }
 )
 

@@ -76,10 +76,6 @@ class BatchStream:
         """Whether an epoch starts at this step: a model's memory must be reset."""
         return step % self.steps_per_epoch == 0
 
-    def epoch(self, step: int) -> int:
-        """The number of complete epochs before this step."""
-        return step // self.steps_per_epoch
-
 
 class EvalStream:
     """Evaluation segments: every token except the first is a target exactly once; with a budget, evenly spaced ones.

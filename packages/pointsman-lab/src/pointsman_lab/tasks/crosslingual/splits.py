@@ -43,7 +43,6 @@ class XtremeData:
     description: str
 
     reported = "test"
-    watched = "valid"
 
     @cached_property
     def fingerprint(self) -> str:

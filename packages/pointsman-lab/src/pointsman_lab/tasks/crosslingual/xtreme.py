@@ -86,14 +86,12 @@ class XtremeTask:
     Attributes:
         kind: "pairs", "tags" or "questions".
         labels: classes or tags; none for questions.
-        summary: one line for lists.
         train, test: where its parts lie.
         how: what the protocol line says of the split, besides the files; "" of published splits.
     """
 
     kind: str
     labels: tuple[str, ...]
-    summary: str
     train: Source
     test: Source
     how: str = ""
@@ -185,52 +183,37 @@ _XQUAD = Source("xquad", ("xquad.LANG.json",))
 XTREME: Mapping[str, XtremeTask] = MappingProxyType(
     {
         "xnli": XtremeTask(
-            "pairs", XNLI_LABELS, "does the premise entail the hypothesis? 15 languages",
+            "pairs", XNLI_LABELS,
             Source("xnli", ("multinli.train.en.tsv", "multinli_1.0_train.txt", "train-en.tsv")), _XNLI_TEST,
         ),
         "xnli-dev": XtremeTask(
-            "pairs", XNLI_LABELS, "xnli, from the development sets alone", _XNLI_DEV, _XNLI_DEV,
-            "development sets split by the English premise",
+            "pairs", XNLI_LABELS, _XNLI_DEV, _XNLI_DEV, "development sets split by the English premise",
         ),
-        "pawsx": XtremeTask(
-            "pairs", PAWSX_LABELS, "do both sentences say the same? 7 languages",
-            Source("pawsx", ("en/train.tsv", "train-en.tsv")), _PAWSX_TEST,
-        ),
+        "pawsx": XtremeTask("pairs", PAWSX_LABELS, Source("pawsx", ("en/train.tsv", "train-en.tsv")), _PAWSX_TEST),
         "pawsx-dev": XtremeTask(
-            "pairs", PAWSX_LABELS, "pawsx, from the development sets alone", _PAWSX_SPLIT, _PAWSX_SPLIT,
+            "pairs", PAWSX_LABELS, _PAWSX_SPLIT, _PAWSX_SPLIT,
             "development sets split by connected components of shared sentences",
         ),
-        "pawsx-test": XtremeTask(
-            "pairs", PAWSX_LABELS, "pawsx, trained on the English development set",
-            Source("pawsx", ("en/dev_2k.tsv", "dev-en.tsv")), _PAWSX_TEST,
-        ),
+        "pawsx-test": XtremeTask("pairs", PAWSX_LABELS, Source("pawsx", ("en/dev_2k.tsv", "dev-en.tsv")), _PAWSX_TEST),
         "udpos": XtremeTask(
-            "tags", UPOS, "parts of speech of Universal Dependencies, 33 languages",
-            Source("ud", ("LANG_*-ud-train.conllu", "train-LANG.tsv")),
+            "tags", UPOS, Source("ud", ("LANG_*-ud-train.conllu", "train-LANG.tsv")),
             Source("ud", ("LANG_*-ud-test.conllu", "test-LANG.tsv")),
         ),
-        "panx": XtremeTask(
-            "tags", PANX_TAGS, "named entities of WikiAnn, 40 languages", _PANX_TRAIN,
-            Source("panx", ("LANG-test", "LANG/test", "test-LANG.tsv")),
-        ),
+        "panx": XtremeTask("tags", PANX_TAGS, _PANX_TRAIN, Source("panx", ("LANG-test", "LANG/test", "test-LANG.tsv"))),
         "panx-dev": XtremeTask(
-            "tags", PANX_TAGS, "panx, reported on the development sets", _PANX_TRAIN,
+            "tags", PANX_TAGS, _PANX_TRAIN,
             Source("panx", ("LANG-dev", "LANG/dev", "dev-LANG.tsv")), "development sets reported",
         ),
         "tydiqa": XtremeTask(
-            "questions", (), "questions on a passage, 9 languages", _TYDIQA_TRAIN,
+            "questions", (), _TYDIQA_TRAIN,
             Source("tydiqa", ("tydiqa-goldp-dev-LANG.json", "tydiqa.goldp.LANG.dev.json")),
         ),
-        "xquad": XtremeTask("questions", (), "questions on a passage, 11 languages", _SQUAD, _XQUAD),
-        "xquad-tydiqa": XtremeTask(
-            "questions", (), "xquad, trained on TyDiQA's English", _TYDIQA_TRAIN, _XQUAD),
-        "mlqa": XtremeTask(
-            "questions", (), "questions on a passage, 7 languages", _SQUAD,
-            Source("mlqa", ("test-context-LANG-question-LANG.json",)),
-        ),
+        "xquad": XtremeTask("questions", (), _SQUAD, _XQUAD),
+        "xquad-tydiqa": XtremeTask("questions", (), _TYDIQA_TRAIN, _XQUAD),
+        "mlqa": XtremeTask("questions", (), _SQUAD, Source("mlqa", ("test-context-LANG-question-LANG.json",))),
         "mlqa-dev": XtremeTask(
-            "questions", (), "mlqa's development sets, trained on TyDiQA's English", _TYDIQA_TRAIN,
-            Source("mlqa", ("dev-context-LANG-question-LANG.json",))),
+            "questions", (), _TYDIQA_TRAIN, Source("mlqa", ("dev-context-LANG-question-LANG.json",)),
+        ),
     }
 )  # fmt: skip
 
