@@ -129,11 +129,9 @@ def _wmt(root: Path, sources: list[str], target: str) -> ParallelText:
                     f"{root} has no {part} part of {language} into {target}: {_NAMES[part].format(language, target)} "
                     "is expected"
                 )
-            lines = _lines(root, stems[language][part], language, target, part)
-            kept = lines if part != "train" else tuple(pair for pair in lines if all(pair))
-            _check_whole(root, stems[language][part], (language, target), kept)
-            of[language] = kept
-            if part == "train" and len(kept) < len(lines):
+            lines = _pairs(root, stems[language][part], language, target, part, whole=part != "train")
+            of[language] = kept = tuple(pair for pair in lines if all(pair))
+            if len(kept) < len(lines):
                 notes[language] = f"{len(lines) - len(kept):,} training pairs with an empty side left out, "
         notes[language] = f"{notes.get(language, '')}test {stems[language]['test']}"
     if not sources:
@@ -151,13 +149,7 @@ def _test_stem(root: Path, language: str) -> str:
     return found[0].removesuffix(f".{language}")
 
 
-def _pairs(root: Path, stem: str, source: str, target: str, part: str) -> Pairs:
-    pairs = _lines(root, stem, source, target, part)
-    _check_whole(root, stem, (source, target), pairs)
-    return pairs
-
-
-def _lines(root: Path, stem: str, source: str, target: str, part: str) -> Pairs:
+def _pairs(root: Path, stem: str, source: str, target: str, part: str, *, whole: bool = True) -> Pairs:
     lines = []
     for language in (source, target):
         file = find_file(root, f"{stem}.{language}")
@@ -170,13 +162,9 @@ def _lines(root: Path, stem: str, source: str, target: str, part: str) -> Pairs:
     if not ours:
         raise RunError(f"{one} has no text")
     return tuple(zip(ours, theirs, strict=True))
-
-
-def _check_whole(root: Path, stem: str, languages: tuple[str, str], pairs: Pairs) -> None:
-    for number, pair in enumerate(pairs, 1):
-        for language, side in zip(languages, pair, strict=True):
-            if not side:
-                raise RunError(f"{find_file(root, f'{stem}.{language}')}: line {number} is empty")
+    for file, side in lines if whole else ():
+        if "" in side:
+            raise RunError(f"{file}: line {side.index('') + 1} is empty")
 
 
 def ids_of(text: str, pieces: Pieces, length: int) -> Ids:
