@@ -19,7 +19,6 @@ from typing import IO, Any
 from pointsman._errors import RunError
 from pointsman._files import SCRATCH as SCRATCH
 from pointsman._files import disk_errors as disk_errors
-from pointsman._files import is_abandoned as is_abandoned
 from pointsman._files import open_folder
 from pointsman._files import open_ordinary as open_ordinary
 from pointsman._files import owner as owner

@@ -8,14 +8,13 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 from pointsman._errors import RunError, needing
-from pointsman_lab._files import SCRATCH, is_abandoned, open_new, owner
+from pointsman_lab._files import open_named, open_new, scratch_folder
 from pointsman_lab.data.catalog import CORPORA
 from pointsman_lab.data.reading import BLOCK, check_md5
 
@@ -113,21 +112,16 @@ def _lines(rows: Any, what: str, progress: DataProgress | None) -> Iterator[str]
 
 
 def _write_aside(name: str, path: Path, write: Callable[[Path], None]) -> None:
-    scratch = path
+    aside = path
     try:
-        for left in path.parent.glob(f"{SCRATCH}*"):
-            if is_abandoned(left.name.removeprefix(SCRATCH)) and not left.is_dir():
-                left.unlink(missing_ok=True)
-        handle, scratch_name = tempfile.mkstemp(prefix=f"{SCRATCH}{owner()}", suffix=path.suffix, dir=path.parent)
-        scratch = Path(scratch_name)
-        try:
-            write(scratch)
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-        scratch.replace(path)
+        with scratch_folder(path.parent) as folder:
+            aside = folder / path.name
+            write(aside)
+            with open_named(aside) as file:
+                os.fsync(file.fileno())
+            aside.replace(path)
     except RunError as error:
-        raise RunError(str(error).replace(str(scratch), f"the download of {path.name}")) from None
+        raise RunError(str(error).replace(str(aside), f"the download of {path.name}")) from None
     except Exception as error:  # without a network, the hub's libraries raise their own types
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         if isinstance(error, OSError) and error.errno in NO_SPACE:
@@ -135,6 +129,3 @@ def _write_aside(name: str, path: Path, write: Callable[[Path], None]) -> None:
         if isinstance(error, PermissionError):
             raise RunError(f"no permission to write the download of {name} into {path.parent}") from None
         raise RunError(f"{name} {NOT_HERE} and cannot be downloaded (no network?): {reason}") from None
-    finally:
-        if scratch != path:
-            scratch.unlink(missing_ok=True)
