@@ -405,6 +405,17 @@ def test_wikitext_comes_from_the_hub(cache: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_hub_fails(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_hub(monkeypatch, ROWS)
     with pytest.raises(RunError, match="wikitext-2 train from the hub has 10 tokens, expected 2,088,628"):
+@pytest.mark.parametrize("by_path", [False, True])
+def test_a_download_that_broke_off_goes_on(cache: Path, monkeypatch: pytest.MonkeyPatch, by_path: bool) -> None:
+    fake_hub(monkeypatch, {**ROWS, "train": []})
+    monkeypatch.setitem(download.WIKITEXT_TOKENS, "wikitext-2", {"train": 10, "valid": 2, "test": 2})
+    folder = cache / "downloads/wikitext-2"
+    write(folder / "wiki.train.tokens", "the first file\n")
+    loaded = load_corpus(str(folder) if by_path else "wikitext-2", cache_dir=cache)
+    assert loaded.splits == ("train", "valid", "test")
+    assert loaded.vocabulary.decode(loaded.split("train")) == "the first file\n"
+
+
         load_corpus("wikitext-2", cache_dir=cache)
     fake_hub(monkeypatch, RuntimeError("Cannot reach\nthe hub"))
     with pytest.raises(RunError, match=r"cannot be downloaded \(no network\?\): Cannot reach the hub"):

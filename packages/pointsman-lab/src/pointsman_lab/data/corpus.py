@@ -121,8 +121,10 @@ def _find(
     downloads = cache / "downloads"
     folders = [data_dir, downloads] if data_dir else [downloads]
     source = local_source(wanted, folders, level)
-    if source is None:
-        download(wanted.name, downloads, progress)
+    name = source.name if source else wanted.name
+    begun = source and source.missing and {of[0].path.parent for of in source.parts.values()} == {downloads / name}
+    if source is None or begun:
+        download(name, downloads, progress)
         source = local_source(wanted, folders, level)
     assert source is not None, "local_source finds every downloaded corpus"
     return source
