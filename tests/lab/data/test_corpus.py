@@ -101,6 +101,9 @@ def test_dropped_newlines(tmp_path: Path, cache: Path) -> None:
     words = load_corpus(f"{path}:newlines=drop:level=word", cache_dir=cache)
     assert words.vocabulary.end_of_line_id is None
     assert sum(len(words.split(split)) for split in words.splits) == 200 * 6
+    assert "words, newlines dropped" in words.description
+    line = load_corpus(f"{write(tmp_path / 'line.txt', 'a b ' * 200)}:level=word", cache_dir=cache)
+    assert "words, newlines dropped" in line.description  # there is no <eos>
     with pytest.raises(RunError, match="contains only newlines"):
         load_corpus(f"{write(tmp_path / 'blank.txt', chr(10) * 100)}:newlines=drop", cache_dir=cache)
 
@@ -402,9 +405,6 @@ def test_wikitext_comes_from_the_hub(cache: Path, monkeypatch: pytest.MonkeyPatc
     assert load_corpus("wikitext-2", cache_dir=cache).fingerprint == loaded.fingerprint
 
 
-def test_the_hub_fails(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_hub(monkeypatch, ROWS)
-    with pytest.raises(RunError, match="wikitext-2 train from the hub has 10 tokens, expected 2,088,628"):
 @pytest.mark.parametrize("by_path", [False, True])
 def test_a_download_that_broke_off_goes_on(cache: Path, monkeypatch: pytest.MonkeyPatch, by_path: bool) -> None:
     fake_hub(monkeypatch, {**ROWS, "train": []})
@@ -416,6 +416,9 @@ def test_a_download_that_broke_off_goes_on(cache: Path, monkeypatch: pytest.Monk
     assert loaded.vocabulary.decode(loaded.split("train")) == "the first file\n"
 
 
+def test_the_hub_fails(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_hub(monkeypatch, ROWS)
+    with pytest.raises(RunError, match="wikitext-2 train from the hub has 10 tokens, expected 2,088,628"):
         load_corpus("wikitext-2", cache_dir=cache)
     fake_hub(monkeypatch, RuntimeError("Cannot reach\nthe hub"))
     with pytest.raises(RunError, match=r"cannot be downloaded \(no network\?\): Cannot reach the hub"):

@@ -251,10 +251,11 @@ class _Build:
 def _describe(label: str, source: Source, wanted: DataSpec, tokens: Tokens) -> str:
     parts = ", ".join(f"{split} {len(ids):,}" for split, ids in tokens.arrays.items())
     unit = {"byte": "bytes", "char": "characters", "word": "words", "subword": "subwords"}[source.level]
-    end = {"keep": "<eos> for each newline" if source.level == "word" else "newlines kept", "drop": "newlines dropped"}
+    kept = wanted.newlines == "keep" and (source.level != "word" or tokens.vocabulary.end_of_line_id is not None)
+    end = "newlines dropped" if not kept else "<eos> for each newline" if source.level == "word" else "newlines kept"
     known = CORPORA.get(source.name)
     note = source.note if known is None or known.files or source.name == "stdlib" else "the published parts"
-    text = f"{label}: {note}; {unit}, {end[wanted.newlines]}; V {tokens.vocabulary.size:,}; tokens: {parts}"
+    text = f"{label}: {note}; {unit}, {end}; V {tokens.vocabulary.size:,}; tokens: {parts}"
     unknown = ", ".join(f"{split} {count:,}" for split, count in tokens.unknown.items() if count)
     return f"{text}; not in the vocabulary: {unknown}" if unknown else text
 
