@@ -139,6 +139,14 @@ def test_multilingual_folders(tmp_path: Path) -> None:
     assert list(read_text(f"multilingual:{tmp_path}:languages=en").train) == ["en"]
     with pytest.raises(RunError, match="no text in 'fr'"):
         read_text(f"multilingual:{tmp_path}:languages=fr")
+    (tmp_path / "de.wiki.txt").write_text("Drei.\n")
+    assert dict(read_text(f"multilingual:{tmp_path}").train) == {**text.train, "de.wiki": ("Drei.",)}
+    (tmp_path / "de.wiki.txt").unlink()
+    for other in ("de.txt", "en.txt.gz"):
+        (tmp_path / other).write_bytes(gzip.compress(b"x\n") if other.endswith(".gz") else b"x\n")
+        with pytest.raises(RunError, match=rf"{other[:2]!r} has two files, one is {other}: leave one there"):
+            read_text(f"multilingual:{tmp_path}")
+        (tmp_path / other).unlink()
     (tmp_path / "sw.txt").write_text("\n")
     with pytest.raises(RunError, match="'sw' has no text"):
         read_text(f"multilingual:{tmp_path}")

@@ -34,7 +34,7 @@ from pointsman_lab.data.reading import find_file, read_lines
 from pointsman_lab.tasks.crosslingual.xtreme import XTREME, load_task, task_folder, texts
 from pointsman_lab.tasks.masked_language_modelling.blocks import PackedText, pack_text
 
-FORMAT = 4
+FORMAT = 5
 
 
 def read_text(spec: str, data_dir: Path | None = None) -> MultilingualText:
@@ -79,12 +79,15 @@ def _folder(folder: Path) -> MultilingualText:
     train: dict[str, tuple[str, ...]] = {}
     valid: dict[str, tuple[str, ...]] = {}
     for entry in sorted(folder.iterdir()):
+        language = entry.name
         if entry.is_dir() and (file := find_file(entry, "train.txt")):
-            train[entry.name] = _sentences(file)
+            train[language] = _sentences(file)
             if own := find_file(entry, "valid.txt"):
-                valid[entry.name] = _sentences(own)
-        elif entry.is_file() and entry.name.removesuffix(".gz").endswith(".txt"):
-            train[entry.name.partition(".")[0]] = _sentences(entry)
+                valid[language] = _sentences(own)
+        elif entry.is_file() and (language := language.removesuffix(".gz")).endswith(".txt"):
+            if (language := language.removesuffix(".txt")) in train:
+                raise RunError(f"{folder}: {language!r} has two files, one is {entry.name}: leave one there")
+            train[language] = _sentences(entry)
     if not train:
         raise RunError(f"{folder} holds no text: LANG.txt, LANG.txt.gz or LANG/train.txt is expected")
     for part, of in (("text", train), ("text for validation", valid)):
