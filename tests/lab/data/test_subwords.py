@@ -80,6 +80,27 @@ def test_a_folder_s_tokenizer_gives_its_ids_and_is_written_again(tmp_path: Path)
     assert bare.end_id is None
 
 
+def test_a_file_s_truncation_and_padding_lose_no_text() -> None:
+    tokenizer = bpe()
+    whole = tokenizer.encode(TEXT).ids
+    tokenizer.enable_truncation(16)
+    tokenizer.enable_padding(length=64)
+    opened = Subwords(tokenizer.to_str())
+    assert opened.definition == tokenizer.to_str()  # digests of saved runs depend on it
+    assert opened.encode(TEXT).tolist() == whole
+    assert len(opened.encode("x")) == 1
+
+
+def test_a_snapshot_of_links_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "blob").write_text(bpe().to_str())
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot/tokenizer.json").symlink_to("../blob")
+    for name in ("snapshot", "snapshot/tokenizer.json"):
+        opened = open_tokenizer(str(tmp_path / name))
+        assert opened is not None
+        assert opened.size == 300
+
+
 @pytest.mark.parametrize(
     "files",
     [{"/tmp/x": ""}, {"../../x": ""}, {"tokenizer.json": ""}, {".bashrc": ""}, {"": ""}, {"chat_template.jinja": 1},
@@ -133,6 +154,12 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     (tmp_path / "bad.json").write_text(json.dumps({"model": 1}))
     (tmp_path / "bad.model").write_bytes(b"nothing")
+    (tmp_path / "latin.json").write_bytes(b"caf\xe9")
+    with (tmp_path / "bpe.model").open("wb") as merges:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(TEXT.splitlines()), model_writer=merges, vocab_size=60, model_type="bpe",
+            minloglevel=2,
+        )  # fmt: skip
     for name, says in (
         ("pieces:12", "whole number from 300"),
         ("pieces:x", "whole number from 300"),
@@ -140,6 +167,8 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         (str(tmp_path), "holds no tokenizer"),
         (str(tmp_path / "bad.json"), "not a tokenizer"),
         (str(tmp_path / "bad.model"), "not a SentencePiece model"),
+        (str(tmp_path / "latin.json"), r"latin\.json: not UTF-8 \(byte at 3\)"),
+        (str(tmp_path / "bpe.model"), r"bpe\.model: a BPE model; allowed are unigram models"),
         ("pieces:100000", "cannot be trained on this text"),
     ):
         with pytest.raises(RunError, match=says):

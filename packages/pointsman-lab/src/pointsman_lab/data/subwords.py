@@ -47,6 +47,8 @@ class Subwords(Vocabulary):
             self.tokenizer: Any = _library().Tokenizer.from_str(definition)
         except Exception as error:  # the library raises plain Exception
             raise RunError(f"not a tokenizer: {error}") from None
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
         names = {index: token for token, index in self.tokenizer.get_vocab(with_added_tokens=True).items()}
         if not names:
             raise RunError("the tokenizer has no ids")
@@ -172,19 +174,21 @@ def piece_model(sentences: Iterable[str], size: int) -> bytes:
 
 def _from_model(path: Path) -> Subwords:
     try:
-        return _of_processor(read_ordinary(path))
+        return _of_processor(read_ordinary(path), path)
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror or error}") from None
     except (RuntimeError, TypeError) as error:
         raise RunError(f"{path}: not a SentencePiece model: {error}") from None
 
 
-def _of_processor(model: bytes) -> Subwords:
+def _of_processor(model: bytes, name: object = "pieces") -> Subwords:
     """A unigram model of SentencePiece as a tokenizer of `tokenizers`, for text that needs no normalization."""
     library = _library()
     pieces = sentencepiece_library().SentencePieceProcessor()
     pieces.LoadFromSerializedProto(model)
     vocabulary = [(pieces.id_to_piece(index), pieces.get_score(index)) for index in range(pieces.get_piece_size())]
+    if all(score.is_integer() for _, score in vocabulary):  # ranks of merges, not log-probabilities
+        raise RunError(f"{name}: a BPE model; allowed are unigram models, or the folder with its tokenizer.json")
     tokenizer = library.Tokenizer(
         library.models.Unigram(vocabulary, unk_id=pieces.unk_id(), byte_fallback=pieces.piece_to_id("<0x0A>") > 0)
     )
@@ -206,7 +210,9 @@ def _chunks(text: str) -> Iterator[str]:
 
 def _read(path: Path) -> str:
     try:
-        return read_text(path)
+        return read_ordinary(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RunError(f"{path}: not UTF-8 (byte at {error.start:,})") from None
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror or error}") from None
 
