@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,19 @@ import pytest
 from pointsman import _files as module
 from pointsman._errors import RunError
 from pointsman_lab._files import LOCK, alone, find, read_json, read_whole_json, within, write_whole
+from pointsman_lab.data.corpus import load_corpus
+from pointsman_lab.data.subwords import open_tokenizer
+from pointsman_lab.recipes import preset
+from pointsman_lab.tasks.classification.data import find_task
+from pointsman_lab.tasks.images.image_set import load_images
+from pointsman_lab.tasks.masked_language_modelling.task import MaskedLanguageModelling
+from pointsman_lab.tasks.masked_language_modelling.text import read_text
+from pointsman_lab.tasks.translation.data import open_parallel
+
+
+def _open_pieces(name: str) -> object:
+    config = preset("tiny-mlm").with_overrides({"tokenizer": name})
+    return MaskedLanguageModelling.open(config)
 
 
 def test_write_whole_keeps_the_old_text_if_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,6 +42,15 @@ def test_write_whole_keeps_the_old_text_if_the_disk_is_full(tmp_path: Path, monk
         write_whole(file, "new")
     assert file.read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    "read", [load_corpus, open_tokenizer, find_task, load_images, open_parallel, read_text, _open_pieces]
+)
+def test_the_home_of_nobody_is_a_folder_that_is_not_there(read: Callable[[str], object]) -> None:
+    form = {open_parallel: "parallel:{}:from=de", read_text: "multilingual:{}"}.get(read, "{}")
+    with pytest.raises(RunError, match="~nobody-here"):
+        read(form.format("~nobody-here/text"))
 
 
 def test_json_is_an_object_or_refused_by_name(tmp_path: Path) -> None:

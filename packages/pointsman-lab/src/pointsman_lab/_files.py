@@ -36,6 +36,11 @@ def user_cache_folder() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "pointsman"
 
 
+def user_path(name: str) -> Path:
+    """A path as the user wrote it: `~` is a home folder if there is one of that name, else it stays."""
+    return Path(os.path.expanduser(name))
+
+
 def within(root: Path, *names: str) -> Path:
     """`root/names`; links on the way to `root` are the user's own, those below must stay in it.
 

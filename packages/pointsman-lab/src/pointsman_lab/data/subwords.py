@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError, needing
-from pointsman_lab._files import parse_json, read_ordinary, read_text, write_whole
+from pointsman_lab._files import parse_json, read_ordinary, user_path, write_whole
 from pointsman_lab.data.pieces import sentencepiece_library, train_model
 from pointsman_lab.data.vocabulary import IdArray, Vocabulary
 
@@ -118,7 +118,7 @@ def open_tokenizer(name: str) -> Subwords | None:
     if name.startswith(PIECES):
         number_of_pieces(name)
         return None
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.is_file():
         return _from_model(path) if path.suffix == ".model" else _from_json(path)
     if not path.is_dir():

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from pointsman._errors import RunError, did_you_mean
+from pointsman_lab._files import user_path
 from pointsman_lab.data.catalog import percent
 from pointsman_lab.tasks.classification.files import Columns, LabelledText, format_of, read_labelled
 
@@ -153,7 +154,7 @@ def find_task(spec: str, *, data_dir: Path | None = None) -> Path | None:
         if columns != Columns():
             raise RunError(f"task {spec!r}: text= and label= name the columns of files; {name} has its own")
         return None
-    for path in [*([data_dir / name] if data_dir else []), Path(name).expanduser()]:
+    for path in [*([data_dir / name] if data_dir else []), user_path(name)]:
         if path.exists():
             return path
     if "/" in name or "." in name:

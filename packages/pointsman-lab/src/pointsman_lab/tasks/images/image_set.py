@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman_lab._files import parse_json, read_ordinary
+from pointsman_lab._files import parse_json, read_ordinary, user_path
 from pointsman_lab.data.catalog import SPLITS
 from pointsman_lab.data.reading import reading
 from pointsman_lab.data.vocabulary import Symbols
@@ -162,7 +162,7 @@ def _find(name: str, data_dir: Path | None) -> Path:
     """Where the images lie."""
     names = _FOLDERS.get(name, (name,))
     places = [data_dir / folder for folder in names] if data_dir else []
-    for place in [*places, Path(name).expanduser()]:
+    for place in [*places, user_path(name)]:
         if place.exists():
             return place
     where = f" under {data_dir}" if data_dir else " (POINTSMAN_DATA is not set)"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from pointsman._errors import RunError
 from pointsman.ranks import ALONE
+from pointsman_lab._files import user_path
 from pointsman_lab.data.download import DataProgress
 from pointsman_lab.data.pieces import Pieces, open_pieces, shares
 from pointsman_lab.evaluation.diagnose import Batch
@@ -124,7 +124,7 @@ class MaskedLanguageModelling(Task):
         """
         check(config)
         if vocabulary is None and (source := config.own["tokenizer"] or config.own["start_from"]):
-            vocabulary = open_pieces(Path(source).expanduser())
+            vocabulary = open_pieces(user_path(source))
         return cls(
             open_blocks(
                 config.data, length=config.segment_length, size=config.own["pieces"],

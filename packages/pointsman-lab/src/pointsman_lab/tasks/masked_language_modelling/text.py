@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman_lab._files import user_cache_folder, write_whole
+from pointsman_lab._files import user_cache_folder, user_path, write_whole
 from pointsman_lab.data.catalog import data_folder
 from pointsman_lab.data.download import DataProgress
 from pointsman_lab.data.pieces import MultilingualText, Pieces, learn_pieces
@@ -46,7 +46,7 @@ def read_text(spec: str, data_dir: Path | None = None) -> MultilingualText:
         assert data_dir is not None, "check_spec"
         text = _xtreme_text(data_dir)
     else:
-        text = _folder(Path(body.partition(":")[2]).expanduser())
+        text = _folder(user_path(body.partition(":")[2]))
     for language in wanted:
         if language not in text.train:
             raise RunError(f"data {spec!r}: no text in {language!r}: {did_you_mean(language, text.train)}")
@@ -71,7 +71,7 @@ def check_spec(spec: str, data_dir: Path | None) -> None:
             f"data {spec!r}: a masked language model reads multilingual:PATH or xtreme-text; "
             f"{did_you_mean(kind, ['multilingual', 'xtreme-text'])}"
         )
-    elif not Path(path).expanduser().is_dir():
+    elif not user_path(path).is_dir():
         raise RunError(f"there is no folder {path}")
 
 
@@ -227,7 +227,7 @@ def _files(spec: str, data_dir: Path | None) -> Iterator[tuple[str, int, int]]:
         places = (task_folder(name, data_dir) for name in sorted(folders))
         files = [file for place in places if place for file in sorted(place.rglob("*")) if file.is_file()]
     else:
-        files = sorted(Path(body.partition(":")[2]).expanduser().rglob("*.txt*"))
+        files = sorted(user_path(body.partition(":")[2]).rglob("*.txt*"))
     for file in files:
         status = file.stat()
         yield str(file.resolve()), status.st_size, status.st_mtime_ns

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError, did_you_mean
+from pointsman_lab._files import user_path
 from pointsman_lab.data.catalog import data_folder
 from pointsman_lab.data.pieces import END, MultilingualText, Pieces, learn_pieces
 from pointsman_lab.data.reading import find_file, read_lines
@@ -70,7 +71,7 @@ def open_parallel(spec: str) -> ParallelText:
     name, *options = spec.split(":")
     if name in ("parallel", "wmt") and options and "=" not in options[0]:
         folder, *options = options
-        root = Path(folder).expanduser()
+        root = user_path(folder)
     elif name == "multi30k":
         if (data_dir := data_folder()) is None:
             raise RunError("multi30k lies in the data folder: set POINTSMAN_DATA")
@@ -161,10 +162,10 @@ def _pairs(root: Path, stem: str, source: str, target: str, part: str, *, whole:
         raise RunError(f"{one} has {len(ours)} lines, and {other} {len(theirs)}: they are no pairs")
     if not ours:
         raise RunError(f"{one} has no text")
-    return tuple(zip(ours, theirs, strict=True))
     for file, side in lines if whole else ():
         if "" in side:
             raise RunError(f"{file}: line {side.index('') + 1} is empty")
+    return tuple(zip(ours, theirs, strict=True))
 
 
 def ids_of(text: str, pieces: Pieces, length: int) -> Ids:
