@@ -126,6 +126,42 @@ def test_a_resumed_monitor_writes_the_same_row(model):
     assert rows[0] == rows[1]
 
 
+def test_a_resumed_monitor_warns_when_the_unbroken_one_does(model):
+    with torch.no_grad():
+        model.second.router.score.bias.copy_(torch.tensor([100.0, 90.0, 0.0, -10.0]))
+    found = []
+    for resumed in (False, True):
+        monitor, rows = RoutingMonitor(model, every=1), []
+        for step in range(1, 9):
+            with monitor.observe(step):
+                model(torch.randn(4, 16, 8))
+            rows += [(row["step"], row["message"][:4]) for row in monitor.rows() if row["kind"] == "warning"]
+            if resumed and step in (2, 5):
+                state = monitor.state_dict()
+                monitor = RoutingMonitor(model, every=1)
+                monitor.load_state_dict(state)
+        found.append(rows)
+    assert found[0] == found[1]
+    assert [step for step, _ in found[0]] == [1, 1, 2, 2, 4, 4, 8, 8]
+    counts = {name: one for name, one in state.items() if not name.endswith(("dead", "collapse"))}
+    RoutingMonitor(model).load_state_dict(counts)  # of an earlier version
+
+
+@pytest.mark.parametrize("kind", ["zero", "copy", "constant"])
+def test_virtual_experts_are_no_part_of_the_load(kind):
+    layer = MoE(8, 16, 4, router=f"loss-free:nulls=2:kind={kind}").eval()
+    hidden = torch.randn(2, 8, 8)
+    monitor = RoutingMonitor(layer, every=1)
+    with monitor.observe(1):
+        layer(hidden)
+    best = layer.router(hidden).logits.topk(2).indices
+    counts = torch.bincount(best.reshape(-1), minlength=6)[:4].double()
+    assert int((best >= 4).sum()) > 0
+    row = monitor.rows()[0]
+    assert row["raw_load"] == pytest.approx((counts / counts.sum()).tolist())
+    assert len(row["load"]) == 4
+
+
 def test_hooks_are_gone_afterwards(model):
     monitor = RoutingMonitor(model, every=1)
     with monitor.observe(1):

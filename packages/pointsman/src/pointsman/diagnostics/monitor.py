@@ -31,6 +31,7 @@ from pointsman.routing import Routing, RoutingContext
 logger = logging.getLogger("pointsman.routing")
 ENOUGH = 20  # mean assignments per expert from which on a dead expert causes a warning
 COLLAPSED = 0.1  # (effective number of experts - k) / (E - k) below this is a collapse; k: mean experts a token
+WARNINGS = ("dead", "collapse")
 MOST_LAYERS = 16  # scalars are written per layer up to this number, above it only their minimum, mean and maximum
 
 
@@ -65,6 +66,7 @@ class _Window:
         self.sums["tokens"] += len(routing.experts) if mask is None else mask.sum()
         if "raw" in self.sums:
             raw = routing.logits.topk(min(routing.experts.shape[-1], routing.num_experts), dim=-1).indices
+            raw = raw.masked_fill(raw >= routing.num_experts, -1)  # a virtual expert
             raw = raw if mask is None else raw.masked_fill(~mask[:, None], -1)
             self.sums["raw"].add_(expert_counts(raw, routing.num_experts))
 
@@ -236,16 +238,20 @@ class RoutingMonitor:
         return rows
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The counts since the last row, of all ranks, so that a resumed run writes identical rows."""
+        """The counts since the last row, of all ranks, and when to warn again: a resumed run writes identical rows."""
         state = {"batches": torch.tensor(self._batches)}
         for name, window in self._windows.items():
             for key, total in zip(window.sums, self._ranks.total(*window.sums.values()), strict=True):
                 state[f"{name}.{key}"] = total.cpu().clone()
+            for kind in WARNINGS:
+                state[f"{name}.{kind}"] = torch.tensor(self._next_warning.get((name, kind), 0))
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._batches = int(state["batches"])
         for name, window in self._windows.items():
+            for kind in WARNINGS:  # checkpoints of earlier versions have none
+                self._next_warning[name, kind] = int(state.get(f"{name}.{kind}", 0))
             share = 1 if self._ranks.first else 0  # the sums over ranks go on as before
             window.sums = {key: state[f"{name}.{key}"].reshape(old.shape) * share for key, old in window.sums.items()}
 
