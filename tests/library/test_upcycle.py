@@ -43,11 +43,13 @@ def test_the_output_is_the_dense_layers_for_every_k(mlp: nn.Module, router: str)
 
 
 def test_each_layer_its_own_dtype_mode_and_noise() -> None:
-    mlps = [plain(nn.ReLU()), plain(nn.ReLU()).bfloat16().eval()]
-    one, two = pointsman.upcycle(mlps, 4)
+    mlps = [plain(nn.ReLU()), plain(nn.ReLU()).bfloat16().eval(), plain(nn.ReLU()).double()]
+    nn.init.normal_(mlps[2][2].weight)  # type: ignore[index, union-attr]
+    one, two, three = pointsman.upcycle(mlps, 4)
     assert (one.training, two.training) == (True, False)
     assert two.experts.w_in.dtype == torch.bfloat16
     assert torch.equal(one.experts.w_in[3], mlps[0][0].weight)  # type: ignore[index, union-attr]
+    assert torch.equal(three.experts.w_out[1], mlps[2][2].weight)  # type: ignore[index, union-attr]
     (noisy,) = pointsman.upcycle(mlps[:1], 4, noise=0.1)
     far = noisy.experts.w_in - one.experts.w_in
     assert float((far.std() / one.experts.w_in.std()).detach()) == pytest.approx(0.1, rel=0.1)
@@ -60,6 +62,8 @@ def test_what_is_no_such_layer_is_refused() -> None:
         ([plain(nn.ReLU()), nn.Sequential(plain(nn.ReLU()), nn.LayerNorm(16))], "smoe", "module 1, Sequential"),
         ([plain(nn.ReLU())], "smoe:renormalize=false", "do not sum to 1"),
         ([plain(nn.ReLU())], "hash", "reads more than hidden states"),
+        ([plain(nn.ReLU())], "smoe:weigh=input", "'smoe:weigh=input' does not only weigh outputs"),
+        ([plain(nn.ReLU())], "soft", "'soft' does not only weigh outputs"),
     ):
         with pytest.raises(ValueError, match=told):
             pointsman.upcycle(mlps, 4, router)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from itertools import permutations
 from typing import Any
@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from pointsman._values import check_whole
+from pointsman.experts.combine import Dense
 from pointsman.layer import MoE
 from pointsman.ops.feed_forward import ACTIVATIONS
 from pointsman.routers.frame.registry import build_router
+from pointsman.routing import Combine
 
 Roles = dict[str, nn.Linear]
 
@@ -59,12 +61,15 @@ def check_weights(router: str, num_experts: int, top_k: int) -> None:
     if plain.needs or plain.score.may_need_responses:
         raise ValueError(f"upcycle: router {router!r} reads more than hidden states; build MoE with it yourself")
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        total = plain(torch.randn(1, 16, 8)).weights.sum(-1)
+        routing = plain(torch.randn(1, 16, 8))
+    total = routing.weights.sum(-1)
     if not torch.allclose(total, torch.ones_like(total), atol=1e-5):
         raise ValueError(
             f"upcycle: the combine weights of {router!r} do not sum to 1, so the mixture would not equal the dense "
             "model"
         )
+    if type(routing.combine) not in (Combine, Dense):
+        raise ValueError(f"upcycle: router {router!r} does not only weigh outputs; build MoE with it yourself")
 
 
 def _moe(mlp: nn.Module, place: str, num_experts: int, router: str, top_k: int, noise: float) -> MoE:
@@ -77,7 +82,7 @@ def _moe(mlp: nn.Module, place: str, num_experts: int, router: str, top_k: int, 
         out.out_features, out.in_features, num_experts, top_k=top_k, router=router, activation=activation,  # type: ignore[arg-type]
         gated="w_gate" in roles, bias=any(one.bias is not None for one in roles.values()),
         dropout=chances.pop() if chances else 0.0,
-    )  # fmt: skip
+    ).to(first.weight.dtype)  # fmt: skip
     with torch.no_grad():
         for name, linear in roles.items():
             getattr(layer.experts, name).copy_(copies(linear.weight.cpu(), num_experts, noise))
@@ -100,7 +105,8 @@ def _read(mlp: nn.Module, place: str) -> tuple[Roles, str]:
     """Which linear layer is which, and the activation: those that give the module's output on random inputs."""
     linears = [module for module in mlp.modules() if isinstance(module, nn.Linear)]
     named = f"upcycle: {place}, {type(mlp).__name__}"
-    if len(linears) not in (2, 3) or any(True for one in mlp.parameters() if not _of(one, linears)):
+    own = {id(one) for linear in linears for one in linear.parameters()}
+    if len(linears) not in (2, 3) or any(id(one) not in own for one in mlp.parameters()):
         raise ValueError(f"{named}: allowed are modules of two or three nn.Linear and no other parameters")
     probe: Any = copy.deepcopy(mlp).double().cpu().eval()
     parts = [module for module in probe.modules() if isinstance(module, nn.Linear)]
@@ -109,27 +115,16 @@ def _read(mlp: nn.Module, place: str) -> tuple[Roles, str]:
         hidden = torch.randn(16, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         with suppress(Exception):  # it takes another width
             states[width] = hidden, probe(hidden)
-    for order, roles in _orders(linears, parts):
-        if order["w_in"].in_features not in states:
+    names = ("w_in", "w_out") if len(parts) == 2 else ("w_in", "w_gate", "w_out")
+    for places in permutations(range(len(parts))):
+        order = dict(zip(names, (parts[one] for one in places), strict=True))
+        shapes = {order[name].weight.shape for name in names[:-1]}
+        if shapes != {order["w_out"].weight.T.shape} or order["w_in"].in_features not in states:
             continue
         hidden, wanted = states[order["w_in"].in_features]
         for activation, function in ACTIVATIONS.items():
             units = order["w_in"](hidden)
             units = function(order["w_gate"](hidden)) * units if "w_gate" in order else function(units)
             if isinstance(wanted, Tensor) and torch.allclose(order["w_out"](units), wanted, rtol=1e-9, atol=1e-12):
-                return roles, activation
+                return dict(zip(names, (linears[one] for one in places), strict=True)), activation
     raise ValueError(f"{named}: no activation of {', '.join(ACTIVATIONS)} gives its output, gated or not")
-
-
-def _of(parameter: nn.Parameter, linears: list[nn.Linear]) -> bool:
-    return any(parameter is one for linear in linears for one in linear.parameters())
-
-
-def _orders(linears: list[nn.Linear], parts: list[nn.Linear]) -> Iterator[tuple[Roles, Roles]]:
-    """Each way to call the linear layers in, gate and out whose shapes fit: of the copy, and of the layer."""
-    names = ("w_in", "w_out") if len(parts) == 2 else ("w_in", "w_gate", "w_out")
-    for places in permutations(range(len(parts))):
-        order = dict(zip(names, (parts[one] for one in places), strict=True))
-        shapes = {order[name].weight.shape for name in names if name != "w_out"}
-        if shapes == {order["w_out"].weight.T.shape}:
-            yield order, dict(zip(names, (linears[one] for one in places), strict=True))
