@@ -1,9 +1,12 @@
 """Layouts: what they divide, and what they refuse."""
 
 import pytest
+from torch import nn
 
+from pointsman import MoE
 from pointsman._errors import RunError
 from pointsman.parallel.layout import Layout
+from pointsman.parallel.shard import check_layers
 
 
 def test_the_parts_multiply_to_the_world():
@@ -37,3 +40,11 @@ def test_a_layout_that_does_not_divide_is_refused(text: str, told: str):
 def test_experts_that_do_not_divide_are_refused():
     with pytest.raises(RunError, match="experts=8 does not divide the 12 experts of a layer; 1, 2, 3, 4, 6, 12 do"):
         Layout(8, experts=8).check_experts(12)
+
+
+@pytest.mark.parametrize("spec", ["compete", "smoe:capacity=1.0:capacity_scope=batch", "xmoe:dense_gradient=true"])
+def test_what_one_process_alone_trains_is_refused(spec: str):
+    model = nn.Sequential(MoE(8, 8, 4, router=spec))
+    assert list(check_layers(model, Layout(1))) == ["0"]
+    with pytest.raises(RunError, match=f"layer '0': router '{spec}' trains in one process: "):
+        check_layers(model, Layout(2))

@@ -75,6 +75,8 @@ class Router(nn.Module):
         self.needs: frozenset[str] = frozenset().union(*(part.needs for part in parts))
         self.needs_step_end = any(part.needs_step_end for part in parts)
         self.replayed: Tensor | None = None
+        if options["dense_gradient"]:
+            select.one_process = "with dense_gradient each token runs all experts where it is"
         self._frozen = False
         self._moved_since_step_end: int | None = None
         self._warned: set[str] = set()

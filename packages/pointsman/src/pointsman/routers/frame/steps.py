@@ -104,6 +104,7 @@ class Capacity(Stage):
         super().__init__()
         self.factors, self.order, self.scope, self.unit = (training, evaluation), order, scope, unit
         self.rounding, self.multiple, self.total, self.divided = rounding, multiple, total, divided
+        self.one_process = "capacity_scope=batch is of all ranks' tokens together" if scope == "batch" else ""
         if unit == "tokens" and not all(one is None or float(one).is_integer() for one in self.factors):
             raise ValueError("capacity_unit=tokens: capacity and eval_capacity must be whole numbers")
         causal, invariant = order == "token" and scope == "sequence", scope == "sequence"
