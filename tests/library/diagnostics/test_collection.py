@@ -97,6 +97,22 @@ def test_shards_equal_one_pass_and_padding_counts_nothing(model):
     assert same(whole.result(), shards.result(), 1e-6)
 
 
+def test_what_was_merged_is_left_alone_and_goes_on(model):
+    def seen(tokens, diagnostics):
+        with torch.no_grad(), diagnostics.observe(model, token_ids=tokens):
+            model(tokens)
+        return diagnostics
+
+    first, second, third = torch.randint(0, VOCABULARY, (3, 2, 10))
+    part, whole = seen(first, Diagnostics()), Diagnostics()
+    before = part.result()
+    whole.merge(part).merge(pickle.loads(pickle.dumps(seen(second, Diagnostics()))))
+    assert same(part.result(), before, 0)
+    seen(third, whole)
+    expected = seen(third, seen(second, seen(first, Diagnostics())))
+    assert same(whole.result(), expected.result(), 1e-6)
+
+
 @pytest.mark.slow
 def test_memory_does_not_grow_with_tokens(model):
     diagnostics = Diagnostics()

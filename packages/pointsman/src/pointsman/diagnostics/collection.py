@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
@@ -75,6 +76,8 @@ class Diagnostics:
                 layer[kind] = OutputSimilarity(experts) if kind == "outputs" and experts else KINDS[kind]()
             diagnostic = layer[kind]
             assert isinstance(diagnostic, RoutingDiagnostic)
+            if isinstance(diagnostic, OutputSimilarity) and experts is not None:
+                diagnostic.experts = experts  # a merged one has none
             diagnostic.update(routing, mask, hidden=hidden, token_ids=token_ids)
 
     @contextmanager
@@ -122,7 +125,7 @@ class Diagnostics:
         for name, layer in other.layers.items():
             own = self.layers.setdefault(name, {})
             for kind, diagnostic in layer.items():
-                own[kind] = own[kind].merge(diagnostic) if kind in own else diagnostic
+                own[kind] = own[kind].merge(diagnostic) if kind in own else copy.deepcopy(diagnostic)
         return self
 
     def gather(self, group: Any = None) -> Diagnostics:
