@@ -111,6 +111,16 @@ def test_freezing_can_be_undone() -> None:
     torch.testing.assert_close(norms, torch.full_like(norms, 0.1))
 
 
+@pytest.mark.parametrize("role", ["router", "moe"])
+def test_the_state_of_a_frozen_router_stays(role: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), MoE(8, 8, 4, router="loss-free", attach_losses=True))
+    freeze(model, role)
+    model(torch.randn(2, 9, 8)).sum().backward()
+    step_end(model)
+    assert model[1].router.frozen
+    assert not model[1].router.select.bias.any()
+
+
 def test_a_materialized_router_stays_frozen() -> None:
     layer = MoE(8, 8, 4, router="hyperrouter:hyper_dim=4")
     freeze(layer, "router")

@@ -115,8 +115,8 @@ def freeze(model: nn.Module, *roles: str) -> None:
     for module in model.modules():
         if getattr(module, "role", None) in roles:
             module.requires_grad_(False)
-            if isinstance(module, Router):
-                module.frozen = True
+            for _, router in named_routers(module):
+                router.frozen = True
 
 
 def param_groups(model: nn.Module, weight_decay: float = 0.1) -> list[dict[str, Any]]:
