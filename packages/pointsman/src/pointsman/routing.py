@@ -148,8 +148,8 @@ class Combine:
         return replace(self, flat=None)
 
     def rows(self, function: Callable[[Tensor], Tensor]) -> Combine:
-        """The same with `function` applied to each tensor of a row for each token."""
-        return replace(self, flat=None)
+        """What is left of it of rows that `function` took from each tensor of a row for each token."""
+        return Combine()
 
 
 WEIGHTED_SUM = Combine()

@@ -55,9 +55,6 @@ class PerPair(Combine):
     def weighted(self, weights: Mapping[str, Tensor]) -> Combine:
         return replace(self, flat=None, others=weights.get("means"))
 
-    def rows(self, function: Callable[[Tensor], Tensor]) -> Combine:
-        return replace(self, flat=None, others=None if self.others is None else function(self.others))
-
 
 class _OfOthers(torch.autograd.Function):
     """0 [tokens, dim], whose gradient of `others` [tokens, E] is that of the sum of all experts' outputs times it."""
@@ -92,9 +89,6 @@ class Dense(Combine):
         if torch.is_grad_enabled() and self.others.requires_grad:
             output = output + _OfOthers.apply(self.others, output.detach(), hidden.detach(), layer.experts)  # type: ignore[no-untyped-call]
         return output, {}
-
-    def rows(self, function: Callable[[Tensor], Tensor]) -> Combine:
-        return replace(self, flat=None, others=function(self.others))
 
 
 def on_inputs(combine: Combine) -> Combine:
@@ -132,9 +126,6 @@ class Slots(Combine):
 
     def weighted(self, weights: Mapping[str, Tensor]) -> Combine:
         return Slots(dispatch=weights["dispatch"], combine=weights["combine"])
-
-    def rows(self, function: Callable[[Tensor], Tensor]) -> Combine:
-        return Combine()  # slots belong to sequences, not to tokens
 
 
 @dataclass(frozen=True)
