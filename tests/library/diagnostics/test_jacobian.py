@@ -167,6 +167,8 @@ def test_gradients_of_a_models_layers():
     assert all(not module._forward_hooks for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert model.first.delivery.how == "collect"
+    with pytest.raises(ValueError, match="layer_gradients: no MoE layer of Linear ran"):
+        layer_gradients(nn.Linear(DIM, 1), lambda: hidden.sum().requires_grad_())
 
 
 def test_dropout_is_off_and_modes_come_back():

@@ -81,6 +81,16 @@ class TestUsing:
             thread.join()
         assert seen == [PLAIN]
 
+    def test_leaving_one_of_two_equal_choices_leaves_the_outer(self) -> None:
+        seen = []
+        with using(PLAIN), using(None):
+            with using(PLAIN):
+                pass
+            thread = threading.Thread(target=lambda: seen.append(active()))
+            thread.start()
+            thread.join()
+        assert seen == [Kernels()]
+
     def test_backward_follows_its_forward(self) -> None:
         """The plain path has second derivatives, the fast one refuses them: also where backward runs outside."""
         layer, hidden = MoE(8, 12, 4), torch.randn(6, 8, requires_grad=True)

@@ -161,6 +161,12 @@ def test_sizes_of_experts_are_whole(hidden_dim: object) -> None:
         MoE(8, hidden_dim, 4)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("given", [{"activation": torch.relu}, {"activation": None}, {"experts": 3}])
+def test_a_name_that_is_no_text_is_refused(given: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=rf"unknown {next(iter(given))} .*: allowed: "):
+        MoE(8, 8, 4, **given)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("capacity", [1e-12, 1e6])
 @pytest.mark.parametrize("masked", [False, True])
 def test_every_capacity_in_range_keeps_the_first_token(capacity: float, masked: bool) -> None:

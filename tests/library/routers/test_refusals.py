@@ -45,6 +45,8 @@ EFFECTS = """
     smoe:capacity_order=rank pooled+similarity thor:dense_gradient=true soft:dense_gradient=true
     sparsemixer:dense_gradient=true default:dense_gradient=true smoe:weigh=input:dense_gradient=true
     smoe:nulls=2:dense_gradient=true dynmoe:dense_gradient=true
+    smoe:capacity=3:capacity_unit=tokens:capacity_multiple=4
+    smoe:capacity=3:capacity_unit=tokens:capacity_rounding=round
 """
 """What would change nothing, or mean nothing."""
 

@@ -33,9 +33,9 @@ def needing(what: str, extra: str) -> Iterator[None]:
         raise RunError(f"{what}: pip install 'pointsman[{extra}]'") from None
 
 
-def did_you_mean(name: str, allowed: Iterable[str]) -> str:
+def did_you_mean(name: object, allowed: Iterable[str]) -> str:
     """The end of an error about an unknown name: the most similar allowed name, if there is one, then all of them."""
     known = sorted(allowed)
-    near = get_close_matches(name, known, n=1, cutoff=0.5)
+    near = get_close_matches(str(name), known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"{hint}allowed: {', '.join(known)}"

@@ -28,7 +28,7 @@ class MoE(nn.Module):
         hidden_dim: inner width of each expert: `experts.w_in` is [num_experts, hidden_dim, dim], `experts.w_out`
             [num_experts, dim, hidden_dim].
         num_experts: E: a router's probabilities are [tokens, E].
-        top_k: experts a token, k: `Routing.experts` and `.weights` are [tokens, k] (`set_top_k` changes it).
+        top_k: experts a token, k: `Routing.experts` and `.weights` are [tokens, k] (`set_top_k`); a Router has its own.
         router: a router spec, or a Router.
         activation: of the hidden units [assignments, hidden_dim].
         gated: whether experts are gated (SwiGLU with "silu"): `experts.w_gate` is as `w_in`.

@@ -73,6 +73,8 @@ def layer_gradients(model: nn.Module, loss: Callable[[], Tensor | None]) -> dict
         value = loss()
         if value is None:
             return {}
+        if not outputs:
+            raise ValueError(f"layer_gradients: no MoE layer of {type(model).__name__} ran")
         found = torch.autograd.grad(value, list(outputs.values()), allow_unused=True)
     return {
         name: LayerGradient(inputs[name][0], gradient.detach().flatten(0, -2), inputs[name][1])

@@ -3,8 +3,8 @@
 In bfloat16 on Hopper and data-centre Blackwell (compute capability 9 and 10) a whole training step can therefore be
 captured in a CUDA graph; in float32 and half, and on other devices, `grouped_mm` itself is a loop over the groups.
 
-The mathematics is that of `sparse.py`. Assignments to -1 sort behind all experts: `grouped_mm` leaves their rows
-undefined, and all of them are represented by one spare row, which no sum reads. Nothing here is particular to CUDA
+The mathematics is that of `experts/reference.py`. Assignments to -1 sort behind all experts: `grouped_mm` leaves their
+rows undefined, and all of them are represented by one spare row, which no sum reads. Nothing here is particular to CUDA
 except its aim: the tests run it on a CPU. `docs/gpu.md` counts its operators and bytes.
 """
 

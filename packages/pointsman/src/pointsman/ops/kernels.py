@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -61,7 +61,7 @@ PLAIN = Kernels("plain")
 """The reference path: what deterministic runs take."""
 
 _own: ContextVar[Kernels | None] = ContextVar("kernels", default=None)
-_entered: list[Kernels] = []  # by all threads; a thread without its own choice uses the last
+_entered: list[tuple[Token[Kernels | None], Kernels]] = []  # by all threads; one without a choice takes the last
 
 
 @contextmanager
@@ -73,17 +73,17 @@ def using(kernels: Kernels | None) -> Iterator[None]:
     """
     kernels = kernels or Kernels()
     token = _own.set(kernels)
-    _entered.append(kernels)
+    _entered.append((token, kernels))
     try:
         yield
     finally:
-        _entered.remove(kernels)
+        _entered.remove((token, kernels))
         _own.reset(token)
 
 
 def active() -> Kernels:
     """The active choice of this thread. Code traced by torch.compile calls one of the functions below instead."""
-    return _own.get() or (_entered[-1] if _entered else Kernels())
+    return _own.get() or (_entered[-1][1] if _entered else Kernels())
 
 
 def as_constant(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -268,6 +268,9 @@ def _check_effects(
     for option in sorted(changed & OWNERS.keys()):
         if not any(common[owner] for owner in OWNERS[option]):
             raise ValueError(f"{where}{option} needs {' or '.join(OWNERS[option])}")
+    rounded = changed & {"capacity_rounding", "capacity_multiple"}
+    if rounded and common["capacity_unit"] == "tokens":
+        raise ValueError(f"{where}{min(rounded)}: capacity_unit=tokens is the number itself; leave the option out")
     if router.eta != 1 and not common["balance"]:
         raise ValueError(f"{where}eta needs balance")
     if common["capacity_order"] in ("probs", "priority") and not router.score.tells_apart:
