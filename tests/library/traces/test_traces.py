@@ -85,6 +85,21 @@ def test_a_model_writes_all_its_forwards_without_padding(model: Model, tmp_path:
     assert list(tmp_path.iterdir()) == [file]  # nothing was left beside it
 
 
+def test_a_mask_is_not_taken_for_token_ids(tmp_path: Path) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.moe = MoE(8, 8, 4)
+
+        def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+            out: Tensor = self.moe(hidden, RoutingContext(padding_mask=mask))
+            return out
+
+    with record_routing(model := Masked()).save(tmp_path / "a.safetensors"):
+        model(torch.randn(2, 5, 8), torch.ones(2, 5, dtype=torch.bool))
+    assert RoutingTrace.load(tmp_path / "a.safetensors").hashes is None
+
+
 def test_the_last_forward_is_saved_from_the_records(model: Model, tmp_path: Path) -> None:
     tokens = torch.randint(50, (2, 6))
     with torch.no_grad(), record_routing(model) as records:

@@ -179,9 +179,8 @@ class record_routing:  # noqa: N801 - used like a function
 
         def look(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             values = (*args, *(kwargs.get(name) for name in ("input_ids", "tokens")))
-            whole = [
-                one for one in values if isinstance(one, Tensor) and one.dim() == 2 and not one.is_floating_point()
-            ]
+            tensors = (one for one in values if isinstance(one, Tensor) and one.dtype != torch.bool)
+            whole = [one for one in tensors if one.dim() == 2 and not one.is_floating_point()]
             given[0] = whole[0].detach() if whole else None
 
         with TraceWriter(Path(path), weights=weights, logits=logits) as writer:
