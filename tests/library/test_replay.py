@@ -103,6 +103,22 @@ def test_counts_of_the_choice_are_not_gathered() -> None:
     assert not moe.router.select.bias.any()
 
 
+def test_an_inner_replay_leaves_the_outer_one() -> None:
+    model = nn.ModuleDict({"a": layer(), "b": layer()})
+    one, other = (torch.full((10, 1), expert) for expert in (1, 4))
+    outer, inner = replay_routing(model, {"a": one}), replay_routing(model, {"a": other, "b": other})
+    for _ in range(2):
+        with outer:
+            with inner, record_routing(model) as inside:
+                model["b"](model["a"](HIDDEN))
+            with record_routing(model) as records:
+                model["b"](model["a"](HIDDEN))
+        assert torch.equal(inside["a"].experts, other)
+        assert torch.equal(records["a"].experts, one)
+        assert records["b"].experts.shape == (10, 2)
+        assert model["a"].router.replayed is None
+
+
 def test_what_is_refused() -> None:
     model = nn.ModuleDict({"block": layer()})
     good = torch.zeros(10, 1, dtype=torch.int64)
@@ -118,6 +134,11 @@ def test_what_is_refused() -> None:
             replay_routing(model, experts)  # type: ignore[arg-type]
     with replay_routing(model, {"block": good[:4]}), pytest.raises(ValueError, match="of 4 tokens, the input of 10"):
         model["block"](HIDDEN)
+    one = layer().router
+    shared = nn.ModuleDict({name: MoE(8, 4, 6, router=one).double() for name in "ab"})
+    for refused in (lambda: record_routing(shared), lambda: replay_routing(shared, {"a": good})):
+        with pytest.raises(ValueError, match="layers 'a' and 'b' share a router"):
+            refused()
     with pytest.raises(ValueError, match="allowed experts are 0 to 7"):
         replay_routing(layer("smoe:nulls=2"), {"": good + 8})
     for router in ("sparsemixer", "soft"):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pointsman import MoE, Router, RoutingContext, build_router, freeze, materialize, set_top_k, step_end, track_steps
+from pointsman.control import named_routers
 from pointsman.routers.frame import registry
 from pointsman.routers.frame.registry import LayerSpec, register_router
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores, Selection
@@ -170,6 +171,26 @@ def test_sums_of_many_processes_are_reduced_in_one_call() -> None:
     handle.remove()
     assert calls == [[(), (EXPERTS,), (), (EXPERTS,)]]
     assert model[0].router.select.seen.tolist() == [0, 4, 0, 0]
+
+
+def test_a_router_that_layers_share_ends_its_step_once() -> None:
+    router, calls = build_router("rich", dim=DIM, num_experts=EXPERTS), list[Any]()
+    gates = nn.ModuleList([router])  # a list of its own makes it no third layer
+    model = nn.ModuleList([gates, *(MoE(DIM, 8, EXPERTS, router=router, attach_losses=True) for _ in range(2))])
+    assert [name for name, _ in named_routers(model)] == ["1", "2"]
+    run(model[1], torch.randn(1, 4, DIM))
+    step_end(model, calls.extend)
+    assert router.select.steps == 1
+    assert len(calls) == 2
+
+
+def test_k_is_set_each_time_a_with_is_entered() -> None:
+    layer = MoE(DIM, 8, EXPERTS)
+    one = set_top_k(layer, 1)
+    for _ in range(2):
+        with one:
+            assert layer.top_k == 1
+        assert layer.top_k == 2
 
 
 def test_materialize_leaves_losses_of_the_old_router_behind() -> None:

@@ -24,14 +24,23 @@ def named_routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
 
     A router in a Hugging Face model (`hf.replace_routers`) has the name of its block, as in `record_routing`.
     """
-    inside: set[int] = set()
+    inside = {id(module.router) for module in model.modules() if isinstance(module, MoE)}
     for name, module in model.named_modules():
         if isinstance(module, MoE):
-            inside.add(id(module.router))
             yield name, module.router
         elif isinstance(module, Router) and id(module) not in inside:
             gate, _, own = name.rpartition(".")
             yield gate.rpartition(".")[0] if own == "pointsman" else name, module  # in a gate of transformers
+
+
+def routers_by_layer(model: nn.Module) -> dict[str, Router]:
+    """`named_routers` as a dictionary; ValueError where two layers share a router."""
+    names: dict[Router, str] = {}
+    for name, router in named_routers(model):
+        if (first := names.setdefault(router, name)) != name:
+            told = "their forwards cannot be told apart; give each its own"
+            raise ValueError(f"layers {first!r} and {name!r} share a router: {told}")
+    return {name: router for router, name in names.items()}
 
 
 def _routers(model: nn.Module) -> list[Router]:
@@ -67,12 +76,12 @@ class set_top_k:  # noqa: N801 - used like a function
                 check_top_k(k, router.num_experts)
                 if router.fixed_k and k != router.num_experts:
                     raise ValueError(f"{router.spec}: top_k={k}: every token uses all {router.num_experts} experts")
-        self._before = [(owner, name, getattr(owner, name)) for owner, name in places]
-        for owner, name in places:
-            setattr(owner, name, k)
+        self._k, self._before = k, [(owner, name, getattr(owner, name)) for owner, name in places]
+        self.__enter__()
 
     def __enter__(self) -> None:
-        return None
+        for owner, name, _ in self._before:
+            setattr(owner, name, self._k)
 
     def __exit__(self, *error: object) -> None:
         for owner, name, k in self._before:
@@ -158,7 +167,7 @@ def step_end(model: nn.Module, reduce: Callable[[Sequence[Tensor]], None] | None
             of all routers, in the same order and with the same shapes in every process. None: the routers' own `ranks`,
             which `parallel.parallelize` sets.
     """
-    routers = [router for _, router in named_routers(model)]
+    routers = list(dict.fromkeys(router for _, router in named_routers(model)))  # layers may share one
     if reduce is None and routers and routers[0].ranks.count > 1:
         reduce = routers[0].ranks.add_up
     with torch.no_grad():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from pointsman.control import is_huggingface, named_routers
+from pointsman.control import is_huggingface, routers_by_layer
 from pointsman.routing import Routing, RoutingContext
 from pointsman.traces.trace import TraceWriter
 
@@ -52,7 +52,7 @@ class _OwnListener:
         self.model = model
         self.layers = {
             name: Listened(router.num_experts, router.spec, isinstance(getattr(router.select, "bias", None), Tensor))
-            for name, router in named_routers(model)
+            for name, router in routers_by_layer(model).items()
         }
 
     def hooks(self, observe: Observer) -> list[RemovableHandle]:
@@ -68,7 +68,7 @@ class _OwnListener:
 
             return hook
 
-        routers = named_routers(self.model)
+        routers = routers_by_layer(self.model).items()
         return [router.register_forward_hook(hook_of(name), with_kwargs=True) for name, router in routers]
 
 
@@ -76,7 +76,7 @@ def listener(model: nn.Module, asked: str) -> Listener:
     """What observes the routers of a model, or the gates of a Hugging Face MoE.
 
     Raises:
-        ValueError: the model has neither; the message begins with `asked`, the name of the caller.
+        ValueError: layers share a router; or the model has neither, a message that begins with `asked`, the caller.
     """
     if is_huggingface(model):
         from pointsman.hf.listen import GateListener  # transformers is imported only for its own models

@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pointsman._errors import did_you_mean
-from pointsman.control import is_huggingface, named_routers
+from pointsman.control import is_huggingface, routers_by_layer
 from pointsman.recording import KNOWN
 from pointsman.routers.frame.router import Router
 from pointsman.routing import Routing
 
 
-class Place(Protocol):
-    """A layer whose choice can be replaced; `first` and `last` bound its expert numbers (-1: none is allowed)."""
-
-    first: int
-    last: int
-
-    def replay(self, experts: Tensor | None) -> None:
-        """From now on the layer takes these experts; None: it chooses itself."""
-
-
 class RouterPlace:
-    """A router of this library, also one that `hf.replace_routers` gave a rule of its own."""
+    """A router of this library, also one that `hf.replace_routers` gave a rule of its own, as a place to replay in.
+
+    `first` and `last` bound its expert numbers (-1: none is allowed).
+    """
 
     def __init__(self, router: Router) -> None:
-        self.router = router
+        self.router, self._before = router, list[Tensor | None]()
         self.first, self.last = -1, router.num_experts + len(router.virtual) - 1
 
     def replay(self, experts: Tensor | None) -> None:
-        self.router.replayed = experts
+        """From now on the router takes these experts; None: those of a replay around this one, or its own."""
+        if not self._before:
+            self._before.append(self.router.replayed)
+        self.router.replayed = self._before.pop() if experts is None else experts
 
 
 class replay_routing:  # noqa: N801 - used like a function
@@ -64,16 +60,16 @@ class replay_routing:  # noqa: N801 - used like a function
     """
 
     def __init__(self, model: nn.Module, experts: Mapping[str, Tensor | Routing]) -> None:
-        places: dict[str, Place]
+        places: Mapping[str, Any]  # `RouterPlace`, or the same of a gate
         if is_huggingface(model):
             from pointsman.hf.replay import places as of_gates  # transformers is imported only for its own models
 
             places = of_gates(model)
         else:
-            places = {name: RouterPlace(router) for name, router in named_routers(model)}
+            places = {name: RouterPlace(router) for name, router in routers_by_layer(model).items()}
         if not places:
             raise ValueError(f"replay_routing: {type(model).__name__} has no MoE layer, no router and no gate: {KNOWN}")
-        self._replayed: list[tuple[Place, Tensor]] = []
+        self._replayed: list[tuple[Any, Tensor]] = []
         for name, recorded in experts.items():
             if name not in places:
                 raise ValueError(f"replay_routing: no layer {name!r}: {did_you_mean(name, places)}")
@@ -91,7 +87,7 @@ class replay_routing:  # noqa: N801 - used like a function
             place.replay(None)
 
 
-def _check(name: str, place: Place, experts: Tensor) -> None:
+def _check(name: str, place: Any, experts: Tensor) -> None:
     where = f"replay_routing: layer {name!r}"
     if not isinstance(experts, Tensor) or experts.dtype != torch.int64 or experts.dim() != 2:
         found = f"{experts.dtype} {list(experts.shape)}" if isinstance(experts, Tensor) else type(experts).__name__
