@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pointsman import MoE, record_routing, replay_routing
@@ -100,6 +102,19 @@ def test_a_mask_is_not_taken_for_token_ids(tmp_path: Path) -> None:
     assert RoutingTrace.load(tmp_path / "a.safetensors").hashes is None
 
 
+def test_virtual_experts_are_written_with_their_weights(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layer = MoE(16, 8, 4, top_k=K, router="loss-free:nulls=2:kind=copy").eval()
+    with torch.no_grad(), record_routing(layer) as records:
+        layer(torch.randn(1, 40, 16))
+    [routing] = records.values()
+    found = RoutingTrace.load(records.save(tmp_path / "t"))
+    [chosen], [weights] = found.experts.values(), found.weights.values()
+    assert bool((chosen >= 4).any())
+    assert torch.equal(weights, routing.chosen_weights)
+    assert bool((weights > 0).all())
+
+
 def test_the_last_forward_is_saved_from_the_records(model: Model, tmp_path: Path) -> None:
     tokens = torch.randint(50, (2, 6))
     with torch.no_grad(), record_routing(model) as records:
@@ -143,6 +158,25 @@ def test_a_damaged_file_is_refused(content: bytes, told: str, tmp_path: Path) ->
     file.write_bytes(content)
     with pytest.raises(RunError, match=told):
         RoutingTrace.load(file)
+
+
+def test_a_file_of_other_numbers_is_read_whole_or_refused(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+
+    def load(experts: Tensor, lengths: Tensor, number: int = 4) -> RoutingTrace:
+        header = {"format": "pointsman-trace", "version": 1, "layers": {"a": number}}
+        save_file({"a.experts": experts, "lengths": lengths}, file, {"trace": json.dumps(header)})
+        return RoutingTrace.load(file)
+
+    wide = torch.tensor([[3], [-2], [0]])
+    found = load(wide, torch.tensor([3.0]))
+    assert (found.experts["a"].dtype, found.lengths.dtype) == (torch.int16, torch.int64)
+    assert found.experts["a"].tolist() == wide.tolist()
+    for experts, number, told in (
+        (wide + 65536, 4, "-2 to 3"), (wide + 40000, 50000, "-2 to 32767"), (wide.to(torch.uint16), 4, "not readable"),
+    ):  # fmt: skip
+        with pytest.raises(RunError, match=told):
+            load(experts, torch.tensor([3]), number)
 
 
 def test_a_layer_by_another_name_is_refused(tmp_path: Path) -> None:
@@ -232,6 +266,13 @@ def test_bad_requests_are_refused() -> None:
         from_requests([torch.zeros(4, 2, 2).int(), torch.zeros(5, 2, 2).int()], 4, token_ids=[[1] * 5, [1] * 9])
     with pytest.raises(ValueError, match=r"request 1: whole numbers \[tokens, 2, 2\]"):
         from_requests([torch.zeros(4, 2, 2).int(), torch.zeros(4, 3, 2).int()], 4)
+    with pytest.raises(ValueError, match="2 requests, but token_ids of 1"):
+        from_requests([torch.zeros(4, 2, 2).int()] * 2, 4, token_ids=[[1] * 5])
+    for wide in (torch.full((4, 1, 1), 65537), torch.full((4, 1, 1), -65536)):
+        with pytest.raises(ValueError, match="-2 to 3"):
+            from_requests([wide], 4)
+        with pytest.raises(ValueError, match="-2 to 3"):
+            from_megatron([wide[:, 0]], 4)
     with pytest.raises(ValueError, match="no whole tokens"):
         from_sglang([{"routed_experts": base64.b64encode(b"1234").decode()}], 4, layers=2, top_k=2)
     with pytest.raises(ValueError, match="no base64"):

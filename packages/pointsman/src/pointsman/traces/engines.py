@@ -39,6 +39,8 @@ def from_requests(
     Raises:
         ValueError: requests of other layers or k, more routing than tokens, or more than one token without.
     """
+    if token_ids is not None and len(token_ids) != len(routed):
+        raise ValueError(f"{len(routed)} requests, but token_ids of {len(token_ids)}")
     parts: list[Tensor] = []
     lengths: list[int] = []
     for number, values in enumerate(routed):
@@ -55,7 +57,7 @@ def from_requests(
         lengths.append(tokens)
     if not parts:
         raise ValueError("no request has a routing")
-    whole = torch.cat(parts).to(torch.int16)
+    whole = torch.cat(parts)
     names = [str(layer) for layer in range(whole.shape[1])]
     return RoutingTrace(
         experts={name: whole[:, layer].contiguous() for layer, name in enumerate(names)},
@@ -79,7 +81,7 @@ def from_sglang(
             raise ValueError(f"request {number}: meta_info has no base64 text under 'routed_experts'") from None
         if len(content) % (4 * layers * top_k):
             raise ValueError(
-                f"request {number}: {len(content) // 4} numbers are no whole tokens of {layers} layers x {top_k}"
+                f"request {number}: {len(content) // 4} numbers: no whole tokens, {layers} layers x {top_k}"
             )
         routed.append(torch.frombuffer(bytearray(content), dtype=torch.int32).view(-1, layers, top_k))
     return from_requests(routed, num_experts, token_ids=token_ids, origin="sglang")
@@ -101,7 +103,7 @@ def from_megatron(recorded: Sequence[Tensor], num_experts: int, *, batch: int = 
     rows = torch.arange(tokens).view(-1, batch).t().reshape(-1)  # [T, B] -> [B, T]
     names = [str(layer) for layer in range(len(recorded))]
     return RoutingTrace(
-        experts={name: one.cpu()[rows].to(torch.int16) for name, one in zip(names, recorded, strict=True)},
+        experts={name: one.cpu()[rows] for name, one in zip(names, recorded, strict=True)},
         num_experts=dict.fromkeys(names, num_experts),
         lengths=torch.full((batch,), tokens // batch),
         origin="megatron-core",
@@ -139,11 +141,9 @@ def from_llama_cpp(text: str, num_experts: int) -> RoutingTrace:
         layers.setdefault(layer, []).extend(rows)
     counts = {len(rows) for rows in layers.values()}
     if len(counts) != 1:
-        raise ValueError(
-            "no tensor ffn_moe_topk-L is in the text" if not counts else "layers of other numbers of tokens"
-        )
+        raise ValueError("layers of other numbers of tokens" if counts else "no tensor ffn_moe_topk-L in the text")
     return RoutingTrace(
-        experts={str(layer): torch.tensor(rows, dtype=torch.int16) for layer, rows in sorted(layers.items())},
+        experts={str(layer): torch.tensor(rows) for layer, rows in sorted(layers.items())},
         num_experts={str(layer): num_experts for layer in sorted(layers)},
         lengths=torch.tensor([counts.pop()]),
         origin="llama.cpp",

@@ -67,11 +67,13 @@ class RoutingTrace:
                 if values.dim() != 2 or len(values) != tokens:
                     raise ValueError(f"layer {layer!r}: {part} must be [{tokens}, k], got {list(values.shape)}")
                 if part == "logits" and values.shape[1] != self.num_experts[layer]:
-                    raise ValueError(f"layer {layer!r}: logits of {values.shape[1]} experts, the layer has "
-                                     f"{self.num_experts[layer]}")  # fmt: skip
+                    raise ValueError(f"layer {layer!r}: {values.shape[1]} logits for {self.num_experts[layer]} experts")
         for layer, chosen in self.experts.items():
-            if chosen.numel() and not MISSING <= int(chosen.min()) <= int(chosen.max()) < self.num_experts[layer]:
-                raise ValueError(f"layer {layer!r}: experts must be -2 to {self.num_experts[layer] - 1}")
+            most = min(self.num_experts[layer] - 1, torch.iinfo(torch.int16).max)
+            if chosen.numel() and not MISSING <= int(chosen.min()) <= int(chosen.max()) <= most:
+                raise ValueError(f"layer {layer!r}: experts must be -2 to {most}")
+        for part, dtype in PARTS.items():  # in range: no number wraps
+            object.__setattr__(self, part, {layer: of.to(dtype) for layer, of in getattr(self, part).items()})
 
     def __repr__(self) -> str:
         parts = "".join(f", {part}" for part in ("weights", "logits") if getattr(self, part))
@@ -136,19 +138,17 @@ class RoutingTrace:
                 if wrong := sorted(names - known) or sorted(f"{layer}.experts" for layer in experts
                                                             if f"{layer}.experts" not in names):  # fmt: skip
                     raise RunError(f"{file}: damaged: its header and its tensors name other layers ({wrong[0]!r})")
-                parts: dict[str, dict[str, Tensor]] = {part: {} for part in PARTS}
-                for layer in experts:
-                    for part, dtype in PARTS.items():
-                        if (name := f"{layer}.{part}") in names:
-                            parts[part][layer] = opened.get_tensor(name).to(dtype)
+                parts = {
+                    part: {layer: opened.get_tensor(name) for layer in experts if (name := f"{layer}.{part}") in names}
+                    for part in PARTS
+                }
                 hashes = opened.get_tensor("hashes") if "hashes" in names else None
-                return cls(
-                    parts["experts"], experts, opened.get_tensor("lengths"), hashes, parts["weights"], parts["logits"],
-                    str(header.get("model", "")), str(header.get("origin", "")),
-                )  # fmt: skip
+                lengths = opened.get_tensor("lengths").to(torch.int64)
+                return cls(num_experts=experts, lengths=lengths, hashes=hashes, **parts,
+                           model=str(header.get("model", "")), origin=str(header.get("origin", "")))  # fmt: skip
         except FileNotFoundError:
             raise RunError(f"{file}: no such file") from None
-        except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, NotImplementedError, safetensors.SafetensorError) as error:
             if isinstance(error, RunError):
                 raise
             raise RunError(f"{file}: not readable as a routing trace ({error})") from None
@@ -180,7 +180,6 @@ class TraceWriter:
         self._rows: dict[str, int] = {}
         self._lengths: list[Tensor] = []
         self._hashes: list[Tensor] | None = []
-        self._first: str | None = None
 
     def __enter__(self) -> Self:
         self._scratch = scratch_folder(self.path.absolute().parent)
@@ -235,9 +234,9 @@ class TraceWriter:
             raise ValueError(f"layer {layer!r} routes {len(routing.experts)} tokens, the forward has {real.numel()}: "
                              "its input is not the sequences' tokens")  # fmt: skip
         kept = real.reshape(-1).to(routing.experts.device)
-        self.add(layer, routing.probs.shape[-1], routing.chosen[kept], routing.weights[kept], routing.logits[kept])
-        self._first = self._first or layer
-        if layer == self._first:  # once a forward
+        chosen, weights = routing.chosen[kept], routing.chosen_weights[kept]
+        self.add(layer, routing.probs.shape[-1], chosen, weights, routing.logits[kept])
+        if layer == next(iter(self.num_experts)):  # once a forward
             hashes = None
             if ids is not None:
                 ids = ids.reshape(shape).cpu()
