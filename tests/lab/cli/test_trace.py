@@ -42,6 +42,14 @@ def test_diff_names_the_fault(files: RoutingTrace, capsys: pytest.CaptureFixture
     assert "the traces are equal" in capsys.readouterr().out
 
 
+def test_infinite_logits_make_no_invalid_json(files: RoutingTrace, capsys: pytest.CaptureFixture[str]) -> None:
+    hidden = {name: one.scatter(1, one.argmin(-1, keepdim=True), -torch.inf) for name, one in files.logits.items()}
+    replace(files, logits=hidden).save("a.safetensors")
+    assert main(["trace", "diff", "a.safetensors", "b.safetensors", "--margins", "--out", "d"]) == 0
+    assert "nan" not in capsys.readouterr().out
+    assert json.loads(Path("d/trace.json").read_text(), parse_constant=pytest.fail)["margins"] == []
+
+
 def test_place_shows_a_table(files: RoutingTrace, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "place", "a.safetensors", "--devices", "4", "--spare", "2", "--cache", "2"]) == 0
     said = capsys.readouterr().out

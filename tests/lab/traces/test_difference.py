@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -109,6 +110,41 @@ def test_more_than_noise_is_called_so(trace: RoutingTrace) -> None:
     found = compare(trace, replace(trace, experts=wrong))
     assert len(found.kinds) == 1
     assert "more than the noise of the logits predicts: layers.1" in found.kinds[0]
+
+
+def test_layers_in_another_order_are_matched_by_name(trace: RoutingTrace) -> None:
+    def turned(number: int) -> RoutingTrace:
+        parts = ("experts", "weights", "logits")
+        given = {part: dict(reversed(getattr(trace, part).items())) for part in parts}
+        wider = {name: torch.nn.functional.pad(one, (0, number - EXPERTS)) for name, one in given["logits"].items()}
+        return replace(trace, **{**given, "logits": wider}, num_experts=dict.fromkeys(trace.layers, number))  # type: ignore[arg-type]
+
+    assert compare(trace, turned(EXPERTS)).equal
+    with pytest.raises(ValueError, match=f"has {EXPERTS} experts in one trace, {2 * EXPERTS} in the other"):
+        compare(trace, turned(2 * EXPERTS))
+
+
+@pytest.mark.parametrize("hidden", ["both", "one", "layer"])
+def test_infinite_logits_have_no_margin(hidden: str, trace: RoutingTrace) -> None:
+    """As the router `mask` has them."""
+
+    def masked(trace: RoutingTrace, layers: Sequence[str]) -> RoutingTrace:
+        logits = {name: one.clone() for name, one in trace.logits.items()}
+        for name in layers:
+            logits[name].scatter_(1, logits[name].argmin(-1, keepdim=True), -torch.inf)
+        return replace(trace, logits=logits, experts={name: one.topk(K).indices for name, one in logits.items()})
+
+    torch.manual_seed(1)
+    noisy = replace(trace, logits={name: one + 0.3 * torch.randn(one.shape) for name, one in trace.logits.items()})
+    layers = trace.layers[:1] if hidden == "layer" else trace.layers
+    one, other = masked(trace, () if hidden == "one" else layers), masked(noisy, layers)
+    found = compare(one, other)
+    json.dumps(found.to_dict(), allow_nan=False)
+    assert found.after > 0
+    assert [name for name, of in found.layers.items() if of.margin is None] == list(layers)
+    shown = flips(one, other)
+    json.dumps(shown, allow_nan=False)
+    assert sum(of["tokens"] for of in shown) == (320 if hidden == "layer" else 0)
 
 
 def test_unrelated_traces_get_no_explanation(trace: RoutingTrace) -> None:

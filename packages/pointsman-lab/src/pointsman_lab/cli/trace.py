@@ -85,7 +85,7 @@ def run(words: Sequence[str]) -> int:
             )
         result = {"placement": placed, "cache": cached}
     if values.out:
-        write_whole(values.out / "trace.json", json.dumps(result, indent=1) + "\n")
+        write_whole(values.out / "trace.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
     return 0
 
 
@@ -96,7 +96,7 @@ def _flips(found: Sequence[Mapping[str, float]]) -> str:
         for one in found
     ]  # fmt: skip
     header = ["margin, in the noise's deviations", "tokens", "other experts", "predicted"]
-    return Grid(header, rows).text() if rows else "the logits are equal: nothing flips"
+    return Grid(header, rows).text() if rows else "the logits are equal or not finite: nothing flips"
 
 
 def _by_layer(found: Mapping[str, Mapping[str, float]], form: str) -> str:

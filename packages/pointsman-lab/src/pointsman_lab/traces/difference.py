@@ -57,11 +57,9 @@ def compare(a: RoutingTrace, b: RoutingTrace) -> Difference:
         ValueError: they have other numbers of experts, or no rearrangement that is known gives them the same tokens.
     """
     kinds: list[str] = []
-    b, told = _same_layers(a, b)
-    kinds += told
+    b = _same_layers(a, b)
     if not torch.equal(a.lengths, b.lengths):
-        a, b, told = _same_lengths(a, b)
-        kinds += told
+        a, b, kinds = _same_lengths(a, b)
     before = now = _share(a, b)
     if kinds:
         before = 1.0
@@ -102,22 +100,18 @@ def _share(a: RoutingTrace, b: RoutingTrace) -> float:
     return sum(int(one.sum()) for one, _ in found) / known if known else 0.0
 
 
-def _same_layers(a: RoutingTrace, b: RoutingTrace) -> tuple[RoutingTrace, list[str]]:
-    """`b` with the layers of `a`, by name or else in order."""
-    if a.layers == b.layers:
-        pass
-    elif set(a.layers) == set(b.layers):
-        return _with_layers(a, b, dict(zip(a.layers, a.layers, strict=True))), []
-    elif len(a.layers) == len(b.layers):  # engines number them otherwise
-        b = _with_layers(a, b, dict(zip(a.layers, b.layers, strict=True)))
-    else:
+def _same_layers(a: RoutingTrace, b: RoutingTrace) -> RoutingTrace:
+    """`b` with the layers of `a`, by name or else in order: engines number them otherwise."""
+    if len(a.layers) != len(b.layers):
         raise ValueError(f"{len(a.layers)} layers in one trace, {len(b.layers)} in the other: {_ends(a)}; {_ends(b)}")
+    names = a.layers if set(a.layers) == set(b.layers) else b.layers
+    b = _with_layers(a, b, dict(zip(a.layers, names, strict=True)))
     for layer in a.layers:
         if a.num_experts[layer] != b.num_experts[layer]:
             raise ValueError(
                 f"layer {layer!r} has {a.num_experts[layer]} experts in one trace, {b.num_experts[layer]} in the other"
             )
-    return b, []
+    return b
 
 
 def _ends(trace: RoutingTrace) -> str:
@@ -254,7 +248,7 @@ def _what_is_left(layers: Mapping[str, LayerDifference]) -> str:
     left = {name: one for name, one in layers.items() if one.differing}
     share = sum(one.differing * one.tokens for one in layers.values()) / max(1, sum(o.tokens for o in layers.values()))
     if any(one.predicted is None for one in left.values()):
-        return f"other experts for {share:.2%} of tokens (record logits in both to compare with noise)"
+        return f"other experts for {share:.2%} of tokens (record finite logits in both to compare with noise)"
     said = f"other experts for {share:.2%} of tokens"
     if other := ", ".join(name for name, one in left.items() if (one.noise or 0) > UNRELATED * (one.spread or 0)):
         return f"{said}, and other logits: {other}"

@@ -19,7 +19,7 @@ class LayerDifference:
     Attributes:
         tokens: compared, those without a missing choice. differing: of them, the share with other experts.
         margin, margin_differing: mean distance of the k-th to the next logit, over all and over the differing tokens;
-            None without logits.
+            None without logits, and where some are infinite (of experts that a token id never sees).
         predicted: the share that the noise between both traces' logits predicts; None unless both have them.
         noise: its standard deviation. spread: that of a token's logits.
     """
@@ -45,17 +45,17 @@ def of_layer(layer: str, a: RoutingTrace, b: RoutingTrace) -> LayerDifference:
     other, known = differing(a.experts[layer], b.experts[layer])
     tokens = int(known.sum())
     share = int(other.sum()) / max(1, tokens)
-    mine, its = a.logits.get(layer), b.logits.get(layer)
-    one = mine if mine is not None else its
-    k = a.top_k(layer)
-    if one is None or k >= one.shape[1] or not tokens:
+    logits = [trace.logits[layer] for trace in (a, b) if layer in trace.logits]
+    k, finite = a.top_k(layer), all(bool(one[known].isfinite().all()) for one in logits)
+    if not logits or not finite or k >= a.num_experts[layer] or not tokens:
         return LayerDifference(tokens, share)
-    margins = _margins(one, k)
+    margins = _margins(logits[0], k)
     found = LayerDifference(
         tokens, share, float(margins[known].mean()), float(margins[other].mean()) if bool(other.any()) else None
     )
-    if mine is None or its is None:
+    if len(logits) < 2:
         return found
+    mine, its = logits
     # of two logits the difference decides: its noise, and the chance that it exceeds the margin
     noise = (its - mine)[known].double()
     noise = noise - noise.mean(-1, keepdim=True)  # a constant changes no choice
@@ -91,7 +91,7 @@ def flips(a: RoutingTrace, b: RoutingTrace, bins: int = 8) -> list[dict[str, Any
 
     Returns:
         For each bin {"low", "high" (margins), "tokens", "flipped", "error" (of a share of independent tokens),
-        "predicted"}; shares of its tokens. [] where the logits are equal.
+        "predicted"}; shares of its tokens. [] where the logits are equal or not finite.
 
     Raises:
         ValueError: a trace without logits.
@@ -104,7 +104,7 @@ def flips(a: RoutingTrace, b: RoutingTrace, bins: int = 8) -> list[dict[str, Any
         mine, k = a.logits[layer][known].double(), a.top_k(layer)
         noise = (b.logits[layer][known].double() - mine) if k < mine.shape[1] else mine[:0]
         std = float((noise - noise.mean(-1, keepdim=True)).std()) if len(noise) > 1 else 0.0
-        if std:
+        if std > 0:  # nan: infinite logits have no margin
             found.append(torch.stack([_margins(mine, k) / std, other[known].double(), chances(mine, k, std)], 1))
     rows = torch.cat(found) if found else torch.zeros(0, 3)
     rows = rows[rows[:, 0].argsort()]
