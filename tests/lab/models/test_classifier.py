@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pointsman_lab.models.classifier import Classifier
+from pointsman_lab.models.classifier import ClassificationHead, Classifier
+from pointsman_lab.models.initial import seed_for
 from pointsman_lab.models.transformer_xl import TransformerXLConfig
 
 ROUTERS = ["smoe:balance=0.1", "hyperrouter", "xmoe", "smoe-dropout", "smoe+similarity", "xmoe+attention", "dense"]
@@ -54,6 +55,21 @@ def test_heads_start_alike_whatever_the_router() -> None:
     assert all(torch.equal(value, other[name]) for name, value in one.items())
     config = build("smoe").config
     assert not torch.equal(Classifier(config, 3, seed=1).head.project.weight, Classifier(config, 3).head.project.weight)
+
+
+def test_a_head_is_drawn_without_touching_another_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_for(3, "head"))
+        project, classify = torch.nn.Linear(16, 16), torch.nn.Linear(16, 3)
+    reseeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", reseeded.append)
+    before = torch.get_rng_state()
+    head = ClassificationHead(16, 3, project=True, dropout=0.0, seed=3)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not reseeded
+    for one, other in ((head.project, project), (head.classify, classify)):
+        assert torch.equal(one.weight, other.weight)
+        assert torch.equal(one.bias, other.bias)
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])

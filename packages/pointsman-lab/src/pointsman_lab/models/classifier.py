@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pointsman_lab.models.config import ModelConfig, build_model
-from pointsman_lab.models.initial import seed_for
+from pointsman_lab.models.initial import seeded
 
 Pooling = Literal["last", "first", "mean"]
 
@@ -30,8 +30,7 @@ class ClassificationHead(nn.Module):
 
     def __init__(self, dim: int, num_classes: int, *, project: bool, dropout: float, seed: int) -> None:
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed_for(seed, "head"))
+        with seeded(seed, "head"):
             self.project = nn.Linear(dim, dim) if project else None
             self.classify = nn.Linear(dim, num_classes)
         self.dropout = nn.Dropout(dropout)
