@@ -1,9 +1,11 @@
 """The numbers of HyperRouter's Tables A3 and A4, from the model itself."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from pointsman_lab.models.cost import Protocol, cost_row, cost_table, inference_flops, parameter_table
+from pointsman_lab.models.cost import Protocol, cost_a_token, cost_row, cost_table, inference_flops, parameter_table
 from pointsman_lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 from pointsman_lab.registry import find_preset, preset_config
 
@@ -45,6 +47,13 @@ def test_flops_of_the_small_model():
     with torch.device("meta"):
         model = TransformerXL(SMALL)
     assert f"{inference_flops(model, 0) / 1e10:.3f}" == "3.467"
+
+
+def test_of_soft_moe_all_is_active():
+    shape = replace(SMALL, num_layers=1, dim=16, head_dim=8, hidden_dim=32, num_experts=8, allow_non_causal=True)
+    one, two = (cost_a_token(replace(shape, router="soft", top_k=k), 16, 0) for k in (1, 2))
+    assert one["active"] == one["total"] == two["active"]
+    assert (one["top_k"], two["top_k"]) == (1, 2)
 
 
 @pytest.mark.parametrize("router", ["smoe", "hyperrouter", "smoe-dropout", "thor", "dense"])

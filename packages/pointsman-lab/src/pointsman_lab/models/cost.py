@@ -145,15 +145,15 @@ def inference_flops(model: nn.Module, top_k: int, protocol: Protocol = PAPERS) -
 def cost_a_token(config: ModelConfig, length: int, memory: int) -> dict[str, int]:
     """What a token costs at the k of training: {"top_k", "flops" of inference by this module's protocol, "active" and
     "total" trainable parameters, routers included}, of texts of `length` after `memory` positions."""
-    model = _built(config)
-    k, total = config.top_k, sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    model, k = _built(config), config.num_experts if has_one_k(config.router) else config.top_k
+    total = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     idle = sum(
         sum(parameter.numel() for parameter in module.experts.parameters()) * (config.num_experts - k)
         for module in model.modules()
         if isinstance(module, MoE)
     )
     flops = inference_flops(model, k, Protocol(1, length, memory)) // length
-    return {"top_k": k, "flops": flops, "active": total - idle // config.num_experts, "total": total}
+    return {"top_k": config.top_k, "flops": flops, "active": total - idle // config.num_experts, "total": total}
 
 
 def router_products(router: Router) -> int:
