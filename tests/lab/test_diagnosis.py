@@ -1,14 +1,17 @@
 import json
 import random
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from pointsman._errors import RunError
 from pointsman.diagnostics import RoutingMonitor
 from pointsman.ops.kernels import using
 from pointsman_lab.cli.main import main
-from pointsman_lab.diagnosis import Settings, diagnose_path
+from pointsman_lab.diagnosis import Settings, _label, diagnose_path
 from pointsman_lab.models.transformer_xl import TransformerXLConfig
 from pointsman_lab.report.summary import summary
 from pointsman_lab.runs.paths import run_path
@@ -106,6 +109,22 @@ def test_a_comparison(runs):
     text = summary(found)
     assert "== smoe ==" in text
     assert "entropy / first router's" in text
+
+
+def test_a_comparison_with_a_run_killed_in_its_first_save(runs, tmp_path):
+    (tmp_path / "comparison.json").write_text((runs / "comparison.json").read_text())
+    shutil.copytree(run_path(runs, "smoe", 1), run_path(tmp_path, "smoe", 1))
+    (run_path(tmp_path, "smoe", 0) / "checkpoints").mkdir(parents=True)
+    found = diagnose_path(tmp_path, settings=replace(SHORT, tokens=100))
+    assert found["routers"]["smoe"]["source"]["run"] == str(run_path(tmp_path, "smoe", 1))
+
+
+def test_a_path_that_another_ends_in_is_a_label():
+    paths = [Path("runs/a"), Path("old/runs/a"), Path("old/runs/b")]
+    assert [_label(path, paths) for path in paths] == ["runs/a", "old/runs/a", "b"]
+    for same in (Path("runs/a"), Path("runs/a").absolute(), Path("old/../runs/a")):
+        with pytest.raises(RunError, match="twice"):
+            _label(same, [Path("runs/a"), same])
 
 
 def test_the_command(runs, capsys, tmp_path):

@@ -166,12 +166,14 @@ def _task_of(run: Run, data: str | None) -> Task:
 
 def _label(path: Path, among: Sequence[Path]) -> str:
     """The shortest end of a path that is unique among the others."""
+    if [one.resolve() for one in among].count(path.resolve()) > 1:
+        raise RunError(f"--against names {path} twice")
     parts = path.parts
     for count in range(1, len(parts) + 1):
         label = "/".join(parts[-count:])
         if sum(label == "/".join(other.parts[-count:]) for other in among) == 1:
             return label
-    raise RunError(f"--against names {path} twice")
+    return str(path)
 
 
 def _history(run: Run, settings: Settings) -> dict[str, nn.Module]:
@@ -198,13 +200,14 @@ def _texts(found: Mapping[str, Any], decode: Callable[[list[int]], str]) -> dict
 
 def _of_comparison(path: Path, settings: Settings, watch: Progress | None) -> dict[str, Any]:
     from pointsman.routers.frame.registry import has_one_k
+    from pointsman_lab.runs.checkpoints import steps_of
     from pointsman_lab.runs.comparison import read_plan
     from pointsman_lab.runs.paths import run_path
 
     plan = read_plan(path) or {}
     routers: dict[str, Any] = {}
     for router in plan["routers"]:
-        runs = [run for seed in plan["seeds"] if (run := run_path(path, router, seed)).joinpath("checkpoints").is_dir()]
+        runs = [run for seed in plan["seeds"] if steps_of((run := run_path(path, router, seed)) / "checkpoints")]
         if runs and not has_one_k(router):
             routers[router] = _of_run(runs[0], runs[1:], settings, watch)
     if not routers:
