@@ -1,15 +1,21 @@
 """Runs and comparisons under attack, from the command line."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from pointsman.control import named_routers
 from pointsman_lab.cli.main import main
 from pointsman_lab.finetuning import Finetuning, finetune
 from pointsman_lab.progress import Quiet
 from pointsman_lab.recipes import preset
+from pointsman_lab.tasks.attacks.attacks import Attack
+from pointsman_lab.tasks.attacks.runs import run_under_attack
 from pointsman_lab.training.compare import Plan, compare
+from pointsman_lab.training.run import load_run
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +95,17 @@ def test_a_comparison_under_attack(comparison: Path, tmp_path: Path, capsys: pyt
         path.parent.parent.name for path, time in zip(records, times, strict=True) if path.stat().st_mtime_ns != time
     }
     assert again == {"smoe"}  # whose protocol is another one now
+
+
+def test_the_routing_changes_in_the_precision_of_the_run(comparison: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = load_run(comparison / "runs/smoe/seed-0")
+    run = replace(run, config=run.config.with_overrides({"precision": "bfloat16"}))
+    monkeypatch.setattr("pointsman_lab.tasks.attacks.runs.evaluate", lambda *_, **__: [])
+    seen: set[bool] = set()
+    for _, router in named_routers(run.model):
+        router.register_forward_hook(lambda *_: seen.add(torch.is_autocast_enabled("cpu")))
+    run_under_attack(run, [Attack(0.1)], tokens=64)
+    assert seen == {True}
 
 
 def test_a_classifier_is_evaluated_on_a_part_and_not_attacked(

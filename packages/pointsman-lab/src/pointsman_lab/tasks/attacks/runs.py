@@ -182,7 +182,8 @@ def run_under_attack(
             results += evaluate_attack(run.model, attacked, level, attack, **asked)
             if run.sparse:
                 k = min(ROUTING_TOP_K, run.config.model.num_experts)
-                change = change_under_attack(run.model, clean, attacked, top_k=k)
+                with run.autocast():
+                    change = change_under_attack(run.model, clean, attacked, top_k=k)
                 routing.append({"attack": attack.to_dict(), **change})
     about = {**protocol.to_dict(), "data": corpus.description, "fingerprint": corpus.fingerprint}
     about["attacked_targets"] = "count"
