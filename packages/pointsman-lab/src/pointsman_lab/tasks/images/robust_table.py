@@ -17,7 +17,7 @@ from pointsman_lab.report.published import Column
 from pointsman_lab.report.tables import COSTS, COUNTED, cost_cells, cost_of
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.record import RunRecord, read_object
-from pointsman_lab.tasks.images.scores import ALEXNET, ALEXNET_CLEAN, corruption_error, relative_corruption_error
+from pointsman_lab.tasks.images.scores import ALEXNET, ALEXNET_CLEAN, corruption_error
 
 Record = Mapping[str, Any]
 Figure = Callable[[Record, int], float | None]
@@ -255,15 +255,11 @@ def _ratio(record: Record, other: Record | None, k: int, *, rise: bool) -> float
     if other is None or (start := clean(record, k)) is None or (begin := clean(other, k)) is None:
         return None
     errs, theirs = errors(record, k), errors(other, k)
-    if errs.keys() != theirs.keys():
-        return None
     if record.get("imagenet_c"):
         theirs, begin = {name: [error] for name, error in ALEXNET.items()}, 1 - ALEXNET_CLEAN
     elif rise and not all(_is_measured(statistics.fmean(of), 1 - begin, other) for of in theirs.values()):
         return None
-    if rise:
-        return relative_corruption_error(errs, 1 - start, theirs, 1 - begin)
-    return corruption_error(errs, theirs) if all(any(of) for of in theirs.values()) else None
+    return corruption_error(errs, theirs, *((1 - start, 1 - begin) if rise else ()))
 
 
 def _is_measured(error: float, clean: float, record: Record) -> bool:

@@ -29,41 +29,26 @@ ALEXNET_CLEAN = 0.435
 """Its error on ImageNet's validation images (Hendrycks and Dietterich 2019, Table 1)."""
 
 
-def corruption_error(errors: Mapping[str, Sequence[float]], reference: Mapping[str, Sequence[float]]) -> float:
+def corruption_error(
+    errors: Mapping[str, Sequence[float]],
+    reference: Mapping[str, Sequence[float]],
+    clean: float = 0.0,
+    reference_clean: float = 0.0,
+) -> float | None:
     """mCE: the mean over corruptions of (sum of errors over severities) / (that of the reference).
 
     Args:
         errors: corruption -> error (0 to 1) at each severity.
-        reference: the same of the reference model, or one mean error a corruption (`ALEXNET`).
+        reference: the same of the reference model, or one mean error a corruption.
+        clean, reference_clean: for relative mCE, which is of the rise of each error over these.
 
-    Raises:
-        ValueError: corruptions differ, or the reference makes no error on one.
+    Returns:
+        None where the corruptions differ, or the reference has no error, or no rise, on one.
     """
-    if errors.keys() != reference.keys():
-        raise ValueError(f"corruptions differ: {sorted(errors.keys() ^ reference.keys())}")
-    ratios = []
-    for name, own in errors.items():
-        other = float(np.mean(reference[name]))
-        if not other:
-            raise ValueError(f"the reference makes no error on {name}: there is no ratio")
-        ratios.append(float(np.mean(own)) / other)
-    return float(np.mean(ratios))
-
-
-def relative_corruption_error(
-    errors: Mapping[str, Sequence[float]],
-    clean: float,
-    reference: Mapping[str, Sequence[float]],
-    reference_clean: float,
-) -> float | None:
-    """Relative mCE: as `corruption_error`, of the rise of each error over the clean one; None where none rises."""
-    ratios = []
-    for name, own in errors.items():
-        other = float(np.mean(reference[name])) - reference_clean
-        if other <= 0:
-            return None
-        ratios.append((float(np.mean(own)) - clean) / other)
-    return float(np.mean(ratios)) if ratios else None
+    bases = {name: float(np.mean(of)) - reference_clean for name, of in reference.items()}
+    if not errors or errors.keys() != bases.keys() or min(bases.values()) <= 0:
+        return None
+    return float(np.mean([(float(np.mean(own)) - clean) / bases[name] for name, own in errors.items()]))
 
 
 def detection(scores: Numbers, positive: NDArray[np.bool_]) -> dict[str, float]:
