@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ import torch
 
 from pointsman._errors import RunError
 from pointsman.delivery import deliveries
+from pointsman.recording import record_routing
 from pointsman_lab.cli.main import main
 from pointsman_lab.progress import Quiet
 from pointsman_lab.runs.comparison import read_comparison
 from pointsman_lab.tasks.images import scores
-from pointsman_lab.tasks.images.attacks import ATTACKS, attacked, under_gradient_attack
+from pointsman_lab.tasks.images.attacks import ATTACKS, SIZE, attacked, under_gradient_attack
+from pointsman_lab.tasks.images.augment import evaluation_batches
 from pointsman_lab.tasks.images.corruptions import CORRUPTIONS, corrupt
-from pointsman_lab.tasks.images.image_set import ImagePart
+from pointsman_lab.tasks.images.image_set import ClassNames, ImagePart
 from pointsman_lab.tasks.images.robust import Asked, robustness, save_robustness
 from pointsman_lab.tasks.images.robust_table import _relative, robust_tables
 from pointsman_lab.tasks.images.shifts import Frame, Seen, on_outliers, under_corruptions
@@ -107,24 +110,40 @@ def part(count: int = 40, side: int = 8) -> ImagePart:
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attacks_follow_the_gradient_of_the_classes_alone(name: str) -> None:
-    attack, net = ATTACKS[name], model().eval()
+    net = model().eval()
     images = torch.rand(6, 3, 8, 8) * 2 - 1
     labels = torch.tensor([0, 1, 2, 0, 1, 2])
     with torch.no_grad():
         before = torch.nn.functional.cross_entropy(net(images), labels)
-        moved = attacked(net, images, labels, attack)
+        moved = attacked(net, images, labels, ATTACKS[name])
         assert torch.nn.functional.cross_entropy(net(moved), labels) > before
-    assert float((moved - images).abs().max()) <= attack.size + 1e-6
+    assert float((moved - images).abs().max()) <= SIZE + 1e-6
     assert float(moved.abs().max()) <= 1
     net.train()
-    found = under_gradient_attack(net, part(), attack, top_k=2, batch_size=16)
+    found = under_gradient_attack(net, part(), name, top_k=2, batch_size=16)
     assert net.training
     assert all(parameter.requires_grad and parameter.grad is None for parameter in net.parameters())
     assert all(one.how == "collect" for one in deliveries(net).values())
     assert found["attacked"] <= found["clean"]
     assert found["images"] == 40
     assert 0 < found["layers"]["layers.1.moe"]["iou"] <= 1
-    assert under_gradient_attack(model("plain"), part(), attack, top_k=None, batch_size=16)["layers"] == {}
+    assert under_gradient_attack(model("plain"), part(), name, top_k=None, batch_size=16)["layers"] == {}
+
+
+@pytest.mark.parametrize("router", ["smoe", "expert-choice", "smoe:capacity=0.5"])
+def test_shared_experts_are_a_mean_over_the_tokens_that_have_some(router: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pointsman_lab.tasks.images.attacks.attacked", lambda model, images, *_: -images)
+    net = model(router).eval()
+    found = under_gradient_attack(net, part(), "fgsm", top_k=2, batch_size=40)["layers"]["layers.1.moe"]["iou"]
+    sets = []
+    [(images, _)] = evaluation_batches(part(), 40)
+    for sign in (1, -1):
+        with torch.no_grad(), record_routing(net) as records:
+            net(sign * images)
+        sets.append([set(row) - {-1} for row in records["layers.1.moe"].experts.tolist()])
+    wanted = [len(one & two) / len(one | two) for one, two in zip(*sets, strict=True) if one | two]
+    assert (len(wanted) < 160) == ("capacity" in router)
+    assert found == pytest.approx(np.mean(wanted))
 
 
 def test_fluctuation_is_between_the_clean_and_the_corrupted_image() -> None:
@@ -176,6 +195,18 @@ def test_own_corruptions_are_made_once_and_depend_on_the_number_of_the_image(she
     assert np.array_equal(one.labels, clean.labels[some.rows])
 
 
+def test_a_damaged_cache_is_made_anew(sheets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = Corrupted(open_images(str(sheets)), "test", [3, 5], None)
+    made = source("fog", 3).images
+    [file] = tmp_path.rglob("*.npy")
+    whole = file.read_bytes()
+    for length in (0, 100, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        assert np.array_equal(source("fog", 3).images[:], made[:])
+        assert file.read_bytes() == whole
+
+
 def test_published_files_are_preferred(sheets: Path, tmp_path: Path) -> None:
     images = open_images(str(sheets))
     clean = images.split("test")
@@ -222,7 +253,7 @@ def test_every_kind_has_a_record_and_a_table(
         path = f":{run_of(comparison, 'plain')}"
     if kind in ("r", "o"):
         images = open_images(str(sheets))
-        for place in range(6):  # two of the ten classes
+        for place in range(12 if kind == "r" else 6):  # two of the ten classes
             name = images.classes[place % 2] if kind == "r" else f"strange-{place % 2}"
             folder = tmp_path / "shifted" / name
             folder.mkdir(parents=True, exist_ok=True)
@@ -238,6 +269,7 @@ def test_every_kind_has_a_record_and_a_table(
     assert values["checkpoint"] == "step-2"
     if kind == "o":  # a half of the outliers, too
         assert (values["inliers"], values["outliers"], values["base_rate"]) == (10, 3, 3 / 13)
+    assert kind != "r" or values["images"] == 10  # as many as --eval-tokens has
     before = record.stat().st_mtime_ns
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
     assert record.stat().st_mtime_ns == before
@@ -285,6 +317,63 @@ def test_outliers_in_folders_of_known_classes_are_scored_among_these(comparison:
         Image.fromarray(255 - images.split("test").images[place]).save(folder / f"{place}.png")
     found = robustness(run, Asked.parse(f"o:{tmp_path / 'strange'}"))
     assert (found["inliers"], found["outliers"], found["base_rate"]) == (4, 6, 0.6)
+
+
+def test_images_have_the_classes_that_the_run_learned(comparison: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = load_run(run_of(comparison))
+    names, labels = run.vocabulary.names, open_images(run.config.data).split("test").labels
+    seen: list[ImagePart] = []
+
+    def look(model: object, clean: ImagePart, *_: object, **__: object) -> dict[str, Any]:
+        seen.append(clean)
+        return {}
+
+    for name in ("under_gradient_attack", "on_hard_images"):
+        monkeypatch.setattr(f"pointsman_lab.tasks.images.robust.{name}", look)
+    other = replace(run, vocabulary=ClassNames(names[::-1]))
+    references = [run, other]
+    monkeypatch.setattr("pointsman_lab.tasks.images.robust.load_run", lambda *_, **__: references.pop())
+    for text in ("fgsm", f"hard:{run.path}"):
+        robustness(other, Asked.parse(text))
+        assert np.array_equal(seen.pop().labels, len(names) - 1 - labels)
+    with pytest.raises(RunError, match="learned other images or classes"):
+        robustness(other, Asked.parse(f"hard:{run.path}"))
+    with pytest.raises(RunError, match="is none of the 9 that the model learned"):
+        robustness(replace(run, vocabulary=ClassNames(names[1:])), Asked.parse("fgsm"))
+
+
+def test_attacks_compute_as_the_run_does(comparison: Path) -> None:
+    run = load_run(run_of(comparison))
+    run = replace(run, config=run.config.with_overrides({"precision": "bfloat16"}))
+    dtypes: list[torch.dtype] = []
+    run.model.head.register_forward_hook(lambda *given: dtypes.append(given[2].dtype))
+    robustness(run, Asked.parse("fgsm", tokens=160))
+    assert dtypes == [torch.bfloat16] * 3 * -(-10 // run.config.eval_batch_size)
+
+
+def test_published_files_are_those_of_the_path_as_the_user_sees_it(
+    comparison: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, found = load_run(run_of(comparison)), []
+    clean = open_images(run.config.data).split("test")
+    for folder, value in (("here", 1), ("data", 2)):  # the same name in the working folder and under POINTSMAN_DATA
+        (tmp_path / folder / "set").mkdir(parents=True)
+        np.save(tmp_path / folder / "set" / "fog.npy", np.full((100, 32, 32, 3), value, dtype=np.uint8))
+        np.save(tmp_path / folder / "set" / "labels.npy", np.tile(clean.labels, 5))
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "here"))
+    monkeypatch.setenv("POINTSMAN_DATA", str(tmp_path / "data"))
+
+    def read(model: object, clean: ImagePart, source: Corrupted, **_: object) -> dict[str, Any]:
+        found.append(int(source("fog", 2).images[:].max()))
+        return {}
+
+    monkeypatch.setattr("pointsman_lab.tasks.images.robust.under_corruptions", read)
+    hashes = {save_robustness(run, Asked.parse(f"c:{path}"), out=tmp_path)[0]["asked"]["from"]["path"]
+              for path in ("set", "~/set", f"{tmp_path}/here/set")}  # fmt: skip
+    assert (found, len(hashes)) == ([1, 1, 1], 1)
+    with pytest.raises(RunError, match="no folder of corrupted images"):
+        robustness(run, Asked.parse("c:~nobody-at-all/set"))
 
 
 def test_a_record_tells_how_many_images_were_read(comparison: Path) -> None:

@@ -27,22 +27,13 @@ from pointsman_lab.runs.paths import slug
 from pointsman_lab.runs.record import RunRecord
 from pointsman_lab.tasks.images.attacks import ATTACKS, under_gradient_attack
 from pointsman_lab.tasks.images.image_set import ImagePart, ImageSet
-from pointsman_lab.tasks.images.robust_table import robust_tables, shifted_images, table_of
+from pointsman_lab.tasks.images.robust_table import TITLES, robust_tables, shifted_images, table_of
 from pointsman_lab.tasks.images.shifts import Frame, on_hard_images, on_outliers, on_renditions, under_corruptions
 from pointsman_lab.tasks.images.sources import Corrupted, check_corruptions, chosen_rows, rows_of
 from pointsman_lab.tasks.images.task import open_images
 from pointsman_lab.training.run import Run, load_run, runs_at
 
 FORMAT = 1
-KINDS = {
-    "c": "corruptions (ImageNet-C)",
-    "a": "hard photographs of some classes (ImageNet-A)",
-    "r": "renditions of some classes (ImageNet-R)",
-    "o": "outliers (ImageNet-O)",
-    "hard": "test images that another run gets wrong",
-    "pgd": "projected gradient descent",
-    "fgsm": "one step along the gradient's sign",
-}
 NEED_PATH = ("a", "r", "hard")
 SOME = 1000
 """How many images the slow kinds (c, pgd, fgsm) read unless told otherwise, evenly spaced."""
@@ -61,7 +52,7 @@ class Asked:
     """What is asked of a run.
 
     Attributes:
-        kind: one of `KINDS`. path: published files, a folder of images, or the reference run; None: the default.
+        kind: one of `TITLES`. path: published files, a folder of images, or the reference run; None: the default.
         split: of the clean images.
         top_k: values of k; None: the largest k of the run's training.
         tokens: how many tokens of images are read at most; None: all; "run": 1,000 images of the slow kinds, else all.
@@ -77,14 +68,19 @@ class Asked:
     def parse(cls, text: str, **others: Any) -> Asked:
         """`KIND[:PATH]`."""
         kind, _, path = text.partition(":")
-        if kind not in KINDS:
-            raise RunError(f"--robust {text}: unknown kind {kind!r}: {did_you_mean(kind, KINDS)}")
+        if kind not in TITLES:
+            raise RunError(f"--robust {text}: unknown kind {kind!r}: {did_you_mean(kind, TITLES)}")
         if kind in ATTACKS and path:
             raise RunError(f"--robust {text}: {kind} takes no path")
         if kind in NEED_PATH and not path:
             told = "a run directory" if kind == "hard" else "a folder of classes"
             raise RunError(f"--robust {kind}: it needs {told}: --robust {kind}:PATH")
         return cls(kind, path or None, **others)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where published corruptions lie: whole, so that none of the same name under POINTSMAN_DATA is read."""
+        return Path(os.path.abspath(os.path.expanduser(self.path))) if self.path else None
 
     @property
     def file(self) -> str:
@@ -107,7 +103,7 @@ def robustness(
     config = run.config
     if config.model.reads_tokens:
         raise RunError(f"{run.path} learned text: --robust is for runs on images, --attack for text")
-    images = open_images(config.data)
+    images = open_images(config.data).relabelled(run.vocabulary.names)
     clean = images.split(asked.split)
     budget = _budget(asked, run)
     top_k = asked.top_k or (config.top_k_schedule.high,)
@@ -118,18 +114,17 @@ def robustness(
         if asked.kind == "c":
             check_corruptions(images.side)
             rows = chosen_rows(clean, budget)
-            source = Corrupted(images, asked.split, rows, Path(asked.path) if asked.path else None)
+            source = Corrupted(images, asked.split, rows, asked.folder)
             protocol["corruptions"] = source.description
             found = under_corruptions(
                 run.model, source.clean, source, top_k=top_k, routing_k=config.top_k_schedule.high, frame=frame
             )
             found["imagenet_c"] = bool(asked.path) and len(images.classes) == 1000
         elif asked.kind in ATTACKS:
-            attack = ATTACKS[asked.kind]
             found = {"results": [
                 under_gradient_attack(
-                    run.model, clean, attack, top_k=k, batch_size=config.eval_batch_size, budget=budget,
-                    progress=progress, stop=stop,
+                    run.model, clean, asked.kind, top_k=k, batch_size=config.eval_batch_size, budget=budget,
+                    precision=run.autocast(), progress=progress, stop=stop,
                 )
                 for k in eval_top_k(run.model, top_k)
             ]}  # fmt: skip
@@ -145,15 +140,15 @@ def _shifted(
     """Kinds a, r, o and hard."""
     if asked.kind == "hard":
         reference = load_run(str(asked.path), device=str(next(run.model.parameters()).device))
-        if reference.config.data != run.config.data:
-            raise RunError(f"{asked.path} learned other images ({reference.config.data}) than {run.path}")
+        if reference.config.data != run.config.data or reference.vocabulary != run.vocabulary:
+            raise RunError(f"{asked.path} learned other images or classes ({reference.config.data}) than {run.path}")
         k = reference.config.top_k_schedule.high
         return on_hard_images(run.model, clean, reference.model, reference_k=k, top_k=top_k, frame=frame)
     shifted = _others(run, asked, images)
     if asked.kind in ("a", "r"):
-        return on_renditions(
-            run.model, clean, shifted.relabelled(images.classes).split("test"), top_k=top_k, frame=frame
-        )
+        part = shifted.relabelled(images.classes).split("test")
+        part = rows_of(part, chosen_rows(part, _budget(asked, run)))
+        return on_renditions(run.model, clean, part, top_k=top_k, frame=frame)
     outliers, classes = shifted.split("test"), None
     share = len(clean) / len(images.split(asked.split))  # as many of the outliers: the base rate stays
     known = [images.classes.index(name) for name in shifted.classes if name in images.classes]
@@ -188,8 +183,7 @@ def _fingerprints(run: Run, asked: Asked) -> dict[str, str]:
         found["path"] = identity(load_run(str(asked.path)))["sha256"]
     elif asked.kind in ("a", "r", "o"):
         found["path"] = _others(run, asked, images).fingerprint
-    elif asked.path:  # published files may be too many to read: down to the folders of classes
-        root = Path(asked.path)
+    elif root := asked.folder:  # published files may be too many to read: down to the folders of classes
         named = (place for pattern in ("*", "*/*", "*/*/*") for place in sorted(root.glob(pattern)))
         places = [place for place in named if place.exists()]  # no broken link
         about = [(str(place.relative_to(root)), (told := place.stat()).st_size, told.st_mtime_ns) for place in places]

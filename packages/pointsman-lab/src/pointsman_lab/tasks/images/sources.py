@@ -82,7 +82,7 @@ class Corrupted:
             kept: Pixels = np.load(file, mmap_mode="r", allow_pickle=False)
             if kept.shape == self.clean.images.shape and kept.dtype == np.uint8:
                 return kept
-        except (OSError, ValueError):
+        except (OSError, ValueError, EOFError):
             pass  # missing or damaged: computed anew
         made = np.concatenate(
             [corrupt(self.clean.images[at : at + 1], corruption, severity, row) for at, row in enumerate(self.rows)]
