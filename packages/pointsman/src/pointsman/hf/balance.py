@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+from functools import partial
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -30,86 +31,75 @@ _balanced: WeakSet[nn.Module] = WeakSet()
 _watching: list[Any] = []
 
 
-class _Keeps:
+def _keep(gate: Any, args: Any, kwargs: Any, output: Any) -> None:
     """On a gate: what it returned, where the model's forward runs. A second forward of checkpointing is not one."""
-
-    def __call__(self, gate: Any, args: Any, kwargs: Any, output: Any) -> None:
-        seat = gate.pointsman_seat
-        if seat.open:
-            seat.seen.append((output, (args[0] if args else kwargs["hidden_states"]).shape[:-1]))
+    seat = gate.pointsman_seat
+    if seat.open:
+        seat.seen.append((output, (args[0] if args else kwargs["hidden_states"]).shape[:-1]))
 
 
-class _Opens:
+def _open(home: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Before the model's forward."""
-
-    def __call__(self, home: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if getattr(home, "_is_replica", False):
-            raise ValueError("hf.balance: nn.DataParallel copies the gates; use DistributedDataParallel")
-        settings: Balancing = home.pointsman_balancing
-        training = home.training and torch.is_grad_enabled()
-        asked = bool(kwargs.get(ASKED))
-        for place in settings.places:
-            for _, seat in place.seats(home):
-                seat.seen, seat.open = [], training or (asked and settings.how == "loss")
-        config = home.config.get_text_config() if hasattr(home.config, "get_text_config") else home.config
-        if hasattr(home, "router_z_loss_coef") or not (
-            (training and asked) or (getattr(config, ASKED, False) and not asked)
-        ):
-            return None
-        return args, {**kwargs, ASKED: False}  # what the class would add for it is ours now
+    if getattr(home, "_is_replica", False):
+        raise ValueError("hf.balance: nn.DataParallel copies the gates; use DistributedDataParallel")
+    settings: Balancing = home.pointsman_balancing
+    training = home.training and torch.is_grad_enabled()
+    asked = bool(kwargs.get(ASKED))
+    for place in settings.places:
+        for _, seat in place.seats(home):
+            seat.seen, seat.open = [], training or (asked and settings.how == "loss")
+    config = home.config.get_text_config() if hasattr(home.config, "get_text_config") else home.config
+    if hasattr(home, "router_z_loss_coef") or not (
+        (training and asked) or (getattr(config, ASKED, False) and not asked)
+    ):
+        return None
+    return args, {**kwargs, ASKED: False}  # what the class would add for it is ours now
 
 
-class _Closes:
+def _close(home: Any, args: Any, kwargs: Any, output: Any) -> Any:
     """After the model's forward: adds the loss to the one that it returns, or counts what was chosen."""
-
-    def __call__(self, home: Any, args: Any, kwargs: Any, output: Any) -> Any:
-        settings: Balancing = home.pointsman_balancing
-        seats = [seat for place in settings.places for _, seat in place.seats(home)]
-        if not any(seat.open for seat in seats):
-            return None
-        training = home.training and torch.is_grad_enabled()
-        mask = kwargs.get("attention_mask")
-        if mask is None and settings.mask_at is not None and len(args) > settings.mask_at:
-            mask = args[settings.mask_at]
-        try:
-            found = list(settings.routings(home, mask, kwargs.get("decoder_attention_mask")))
-        finally:
-            for seat in seats:
-                seat.seen, seat.open = [], False
-        if not found:
-            raise ValueError(f"hf.balance: no gate of {type(home).__name__} ran in its forward")
-        if settings.how == "bias":
-            if training:
-                count(home, settings.biases, [(place.path, experts) for place, _, _, experts, _ in found])
-            return None
-        value = settings.loss(found)
-        if not training:
-            return _with(output, aux_loss=value)
-        if not value.requires_grad:
-            raise ValueError(
-                "hf.balance: no gradient reaches the gates: reentrant activation checkpointing (pass use_reentrant="
-                "False), or the gates and all below them are frozen"
-            )
-        if not torch.compiler.is_compiling():
-            home.__dict__["pointsman_reached"] = bool(home.__dict__["pointsman_reached"])
-            value.register_hook(_Reaches(home.__dict__))  # type: ignore[no-untyped-call]
-        loss = output[0] if isinstance(output, tuple) and "labels" in kwargs else getattr(output, "loss", None)
-        weighted = settings.coefficient * value
-        if loss is None:
-            home.__dict__["pointsman_pending"] = [*home.__dict__.get("pointsman_pending", []), weighted]
-            return _with(output, aux_loss=value)
-        weighted = weighted * _share(kwargs, settings.shifts)
-        return _with(output, aux_loss=value, loss=loss + weighted.to(loss.device, loss.dtype))
+    settings: Balancing = home.pointsman_balancing
+    seats = [seat for place in settings.places for _, seat in place.seats(home)]
+    if not any(seat.open for seat in seats):
+        return None
+    training = home.training and torch.is_grad_enabled()
+    mask = kwargs.get("attention_mask")
+    if mask is None and settings.mask_at is not None and len(args) > settings.mask_at:
+        mask = args[settings.mask_at]
+    try:
+        found = list(settings.routings(home, mask, kwargs.get("decoder_attention_mask")))
+    finally:
+        for seat in seats:
+            seat.seen, seat.open = [], False
+    if not found:
+        raise ValueError(f"hf.balance: no gate of {type(home).__name__} ran in its forward")
+    if settings.how == "bias":
+        if training:
+            count(home, settings.biases, [(place.path, experts) for place, _, _, experts, _ in found])
+        return None
+    value = settings.loss(found)
+    if not training:
+        return _with(output, aux_loss=value)
+    if not value.requires_grad:
+        raise ValueError(
+            "hf.balance: no gradient reaches the gates: reentrant activation checkpointing (pass use_reentrant="
+            "False), or the gates and all below them are frozen"
+        )
+    if not torch.compiler.is_compiling():
+        home.__dict__["pointsman_reached"] = bool(home.__dict__["pointsman_reached"])
+        value.register_hook(partial(_reached, home.__dict__))  # type: ignore[no-untyped-call]
+    loss = output[0] if isinstance(output, tuple) and "labels" in kwargs else getattr(output, "loss", None)
+    weighted = settings.coefficient * value
+    if loss is None:
+        home.__dict__["pointsman_pending"] = [*home.__dict__.get("pointsman_pending", []), weighted]
+        return _with(output, aux_loss=value)
+    weighted = weighted * _share(kwargs, settings.shifts)
+    return _with(output, aux_loss=value, loss=loss + weighted.to(loss.device, loss.dtype))
 
 
-class _Reaches:
+def _reached(notes: dict[str, Any], gradient: Tensor) -> None:
     """Notes that backward came to the loss."""
-
-    def __init__(self, notes: dict[str, Any]) -> None:
-        self.notes = notes
-
-    def __call__(self, gradient: Tensor) -> None:
-        self.notes["pointsman_reached"] = True
+    notes["pointsman_reached"] = True
 
 
 def _with(output: Any, **values: Tensor) -> Any:
@@ -221,10 +211,10 @@ def _prepare(home: Any, coefficient: float, how: Any, like: Any) -> str:
         gate: Any = home.get_submodule(place.path)
         if "pointsman_seat" not in gate.__dict__:
             gate.pointsman_seat = Seat()
-            gate.register_forward_hook(_Keeps(), with_kwargs=True)
+            gate.register_forward_hook(_keep, with_kwargs=True)
     if "pointsman_balancing" not in home.__dict__:
-        home.register_forward_pre_hook(_Opens(), with_kwargs=True)
-        home.register_forward_hook(_Closes(), with_kwargs=True)
+        home.register_forward_pre_hook(_open, with_kwargs=True)
+        home.register_forward_hook(_close, with_kwargs=True)
     home.pointsman_pending, home.pointsman_reached = [], None
     home.pointsman_balancing = Balancing(coefficient, how, like, places, mask_at, shifts, biases)
     if not _watching:
