@@ -50,6 +50,28 @@ def test_a_recorded_routing_is_replayed_on_a_stock_class(kind: str) -> None:
     torch.testing.assert_close(run(model), plain)
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "dbrx"])
+def test_a_replay_leaves_the_hooks_of_accelerate(kind: str) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, calls = spread(zoo.tiny_model(kind)), []
+
+    class Counts(hooks.ModelHook):  # type: ignore[name-defined, misc]
+        def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append(module)
+            return args, kwargs
+
+    gate = find_gates(model)[0]
+    hooks.add_hook_to_module(gate.block if kind == "dbrx" else gate.module, Counts())
+    with pointsman.record_routing(model) as records:
+        run(model)
+    with pointsman.replay_routing(model, records):
+        calls.clear()
+        run(model)
+        assert len(calls) == 1
+    run(model)
+    assert len(calls) == 2
+
+
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "gpt_oss", "dbrx", "jetmoe"])
 def test_a_trace_is_replayed_in_other_batches(kind: str, tmp_path: Path) -> None:
     model = spread(zoo.tiny_model(kind))

@@ -92,6 +92,24 @@ def test_first_forward_is_the_original(five: str, spec: str) -> None:
     assert torch.equal(logits(model), before)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "hunyuan_v1_moe"])
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_model_over_several_devices_gets_routers_and_plain_gates(name: str, removed: bool) -> None:
+    """accelerate keeps the forward of every module that it dispatched, and leaves it there when it goes."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = spread(zoo.tiny_model(name))
+    before = logits(model)
+    hooks.attach_execution_device_hook(model, "cpu")
+    if removed:
+        hooks.remove_hook_from_submodules(model)
+    hf.replace_routers(model, "smoe")
+    assert torch.equal(logits(model), before)
+    move(model)
+    trained = logits(model)
+    assert not torch.allclose(trained, before, atol=1e-6)
+    assert torch.equal(logits(hf.materialize(model)), trained)
+
+
 @pytest.mark.parametrize("spec", [*PRESERVING, "xmoe", "xmoe-torchscale", "frozen-scaled"])
 def test_router_matters_and_survives_a_checkpoint(five: str, spec: str, tmp_path: Path) -> None:
     model = spread(zoo.tiny_model(five))

@@ -53,9 +53,12 @@ class GatePlace:
         self.gate, self.last = gate, gate.num_experts - 1
         chooses = gate.layout is None or gate.layout.write is not None
         self.module: Any = gate.module if chooses else gate.block  # DBRX's block chooses
+        self.before = self.module.__dict__.get("forward")  # accelerate's, with its hooks
 
     def replay(self, experts: Tensor | None) -> None:
         self.module.__dict__.pop("forward", None)
+        if self.before is not None:
+            self.module.forward = self.before
         if experts is None:
             return
         own, where = self.module.forward, f"replay_routing: layer {self.gate.layer!r}"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pointsman.hf.counterpart import correction_bias, counterpart, same_forward
 from pointsman.hf.gates import Gate, survey
 from pointsman.hf.surgery.notes import CONFIG_KEY
-from pointsman.hf.surgery.routed import ClassRule
+from pointsman.hf.surgery.routed import ClassRule, become
 from pointsman.hf.surgery.scorers import plain_gate
 
 
@@ -90,7 +90,7 @@ def _plain(gate: Any, weight: Tensor, bias: Tensor | None) -> None:
     state = gate.__dict__.pop("pointsman_state")
     if state is not None:
         state.detach()
-    gate.__class__ = type(gate).own_class
+    become(gate, type(gate).own_class)
     if owner is not gate:
         owner.__class__ = type(owner).own_class
     owner.register_parameter("weight", nn.Parameter(weight.to(dtype)))

@@ -27,7 +27,7 @@ from pointsman.hf.surgery.notes import (
     keeper_of,
     note,
 )
-from pointsman.hf.surgery.routed import ClassRule, MixedRule, StrengthMixer, routed_class, weightless_class
+from pointsman.hf.surgery.routed import ClassRule, MixedRule, StrengthMixer, become, routed_class, weightless_class
 from pointsman.hf.surgery.scorers import (
     HyperDelta,
     adapted,
@@ -182,11 +182,9 @@ def _attach(gate: Any, form: Form, router: Router) -> None:
     gate.pointsman_has_bias = getattr(owner, "bias", None) is not None
     for name in ("weight", "bias"):
         owner._parameters.pop(name, None)
-    own: Any = type(gate)
-    inner: Any = type(owner)
-    gate.__class__ = routed_class(own, owner is gate)
+    become(gate, routed_class(type(gate), owner is gate))
     if owner is not gate:
-        owner.__class__ = weightless_class(inner)
+        owner.__class__ = weightless_class(type(owner))
     gate.pointsman = router
     gate.pointsman_form = form
     gate.__dict__["pointsman_state"] = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -206,6 +207,14 @@ def _gathering(weights: Tensor, router: Any, routing: Routing) -> Tensor:
         return weights
     gathered: Tensor = Deliver.apply(weights, weights.new_ones(()), router.gather, routing.statistics, None)  # type: ignore[no-untyped-call]
     return gathered
+
+
+def become(gate: Any, kind: Any) -> None:
+    """Gives a gate another class; a forward that accelerate (device_map) found at the gate and keeps is that one's."""
+    gate.__class__ = kind
+    for name in ("forward", "_old_forward"):
+        if isinstance(gate.__dict__.get(name), MethodType):
+            setattr(gate, name, MethodType(kind.forward, gate))
 
 
 @cache
