@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import pointsman
+from pointsman import hf
 from pointsman.hf.gates import find_gates, survey
 from tests.library.hf import zoo
 from tests.library.hf.test_replace import IDS, logits, spread
@@ -62,6 +63,14 @@ def test_sets_at_once_and_restores(five: str) -> None:
     assert set(seen) == {3}
     for handle in handles:
         handle.remove()
+
+
+@pytest.mark.parametrize("spec", ["smoe-dropout", "frozen-scaled"])
+def test_of_routers_without_a_trained_tensor(spec: str) -> None:
+    model = hf.replace_routers(spread(zoo.tiny_model("mixtral")), spec)
+    with pointsman.set_top_k(model, 1):
+        assert [gate.module.top_k for gate in find_gates(model)] == [1, 1]
+    hf.balance(hf.replace_routers(zoo.tiny_model("deepseek_v3"), spec), how="bias")
 
 
 def test_restores_after_an_error() -> None:

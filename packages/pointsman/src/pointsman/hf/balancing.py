@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pointsman import auxiliary
 from pointsman.auxiliary import assignment_counts
 from pointsman.hf.counterpart import correction_bias, counterpart
-from pointsman.hf.gates import PROBE_TOKENS, Gate, run_gate
+from pointsman.hf.gates import PROBE_TOKENS, Gate, run_gate, tensor_of
 from pointsman.hf.layouts import Form, Kind, read_any
 from pointsman.hf.surgery.replace import replace_routers
 from pointsman.routers.frame.registry import parse_spec
@@ -79,8 +79,7 @@ def _bias_of_choice(gate: Gate) -> Tensor | None:
     if _is_loss_free(gate):
         return None
     generator = torch.Generator().manual_seed(0)
-    dtype = next(gate.module.parameters()).dtype
-    hidden = torch.randn(PROBE_TOKENS, gate.dim, generator=generator).to(bias.device, dtype)
+    hidden = torch.randn(PROBE_TOKENS, gate.dim, generator=generator).to(bias.device, tensor_of(gate.module).dtype)
     kept, training = bias.clone(), gate.module.training
     gate.module.eval()
     try:

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -234,13 +235,18 @@ def _multiplier(module: nn.Module, product: Tensor, logits: Tensor) -> float | N
     return next(near, None)
 
 
+def tensor_of(module: nn.Module) -> Tensor:
+    """The first parameter, or buffer where all is frozen, that is floating point: it has the device and the dtype."""
+    return max(chain(module.parameters(), module.buffers()), key=Tensor.is_floating_point)
+
+
 def call_gate(gate: Gate) -> Any:
     """The gate's output for zero vectors; for a replaced router, the class's output for equal logits."""
-    parameter = next(gate.module.parameters())
     module: Any = gate.module
+    tensor = tensor_of(module)
     routed = hasattr(module, "pointsman_form")
     width = gate.num_experts if routed else gate.dim
-    hidden = torch.zeros(PROBE_TOKENS, width, device=parameter.device, dtype=parameter.dtype)
+    hidden = torch.zeros(PROBE_TOKENS, width, device=tensor.device, dtype=tensor.dtype)
     call = partial(module.own_class.forward, module) if routed else module.forward
     return call(hidden[None] if gate.form.sequence else hidden, *gate.arguments(PROBE_TOKENS))
 

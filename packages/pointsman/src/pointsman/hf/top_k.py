@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pointsman.hf.gates import BY_TOKEN_ID, Gate, call_gate, no_gate, survey
+from pointsman.hf.gates import BY_TOKEN_ID, Gate, call_gate, no_gate, survey, tensor_of
 from pointsman.hf.layouts import NotAGateError
 from pointsman.routers.frame.router import Router
 
@@ -96,7 +96,7 @@ def _copies(model: nn.Module, current: set[int]) -> Iterator[TopKField]:
 @torch.no_grad()
 def _check_accepts(gate: Gate, field: TopKField, k: int) -> None:
     """Raises ValueError unless the gate, with this k, returns k experts per token."""
-    if k == field.value or next(gate.module.parameters()).is_meta:
+    if k == field.value or tensor_of(gate.module).is_meta:
         return
     if gate.form.table:
         if hasattr(gate.module, "pointsman"):
