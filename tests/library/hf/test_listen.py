@@ -213,6 +213,36 @@ def test_six_numbers_and_the_choice_without_the_bias() -> None:
     assert found["raw_cv"] == pytest.approx(float(raw.std(correction=0) / raw.mean()))
 
 
+def seen_masks(model: Any, **given: Tensor) -> dict[str, list[int] | None]:
+    """Layer -> real tokens of each row, None where no padding is known."""
+    masks: dict[str, Any] = {}
+
+    def keep(layer: str, routing: Any, context: Any) -> None:
+        masks[layer] = None if context is None else context.padding_mask
+
+    with torch.no_grad(), pointsman.record_routing(model, keep):
+        model(input_ids=IDS, **given)
+    return {layer: None if mask is None else mask.sum(1).tolist() for layer, mask in masks.items()}
+
+
+def test_a_decoder_has_no_padding_of_the_encoder() -> None:
+    model, mask = zoo.tiny_model("switch_transformers", decoder_start_token_id=0), torch.ones_like(IDS)
+    mask[1, 4:] = 0
+    seen = seen_masks(model, attention_mask=mask, labels=IDS[:, :8].contiguous())
+    assert {layer.partition(".")[0]: real for layer, real in seen.items()} == {"encoder": [12, 4], "decoder": None}
+    own = {"decoder_input_ids": IDS, "decoder_attention_mask": mask.flip(0)}
+    assert {layer.partition(".")[0]: real for layer, real in seen_masks(model, **own).items()} == {
+        "encoder": None, "decoder": [4, 12]
+    }  # fmt: skip
+
+
+def test_a_replaced_table_knows_the_padding() -> None:
+    model, mask = spread(zoo.tiny_model("deepseek_v4")), torch.ones_like(IDS)
+    mask[1, 4:] = 0
+    hf.replace_routers(model, "hash:columns=2:gate=sqrtsoftplus")
+    assert set(map(tuple, seen_masks(model, attention_mask=mask).values())) == {(12, 4)}
+
+
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
 def test_freeze_by_role(kind: str) -> None:
     model = zoo.tiny_model(kind)
@@ -233,14 +263,15 @@ class Rows(Dataset):  # type: ignore[type-arg]
         return {"input_ids": IDS[index % 2], "labels": IDS[index % 2]}
 
 
-def test_the_trainer_logs_the_routing(tmp_path: Any) -> None:
+@pytest.mark.parametrize(("every", "often"), [(2, 1), (None, 0.5)])
+def test_the_trainer_logs_the_routing(tmp_path: Any, every: int | None, often: float) -> None:
     model = zoo.tiny_model("mixtral")
     arguments = TrainingArguments(
         str(tmp_path), max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2, report_to=[],
-        use_cpu=True, disable_tqdm=True, save_strategy="no", dataloader_pin_memory=False, logging_strategy="no",
+        use_cpu=True, disable_tqdm=True, save_strategy="no", dataloader_pin_memory=False, logging_steps=often,
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=Rows())
-    trainer.add_callback(hf.RoutingLog(trainer, every=2))
+    trainer.add_callback(hf.RoutingLog(trainer, every))
     trainer.train()
     logged = [row for row in trainer.state.log_history if "routing/model.layers.0.mlp/entropy" in row]
     assert [row["step"] for row in logged] == [2, 4]
@@ -250,6 +281,8 @@ def test_the_trainer_logs_the_routing(tmp_path: Any) -> None:
         for name in ("entropy", "cv", "dead", "largest", "dropped", "logit_scale")
     }
     assert not model.model.layers[0].mlp.gate._forward_hooks
+    with pytest.raises(ValueError, match="every=0: allowed are whole numbers from 1"):
+        hf.RoutingLog(trainer, every=0)
 
 
 def test_checkpointing_does_not_count_a_forward_twice() -> None:

@@ -27,6 +27,7 @@ class Given:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.values = model, dict[str, Any]()
+        self.encodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         self.names = list(inspect.signature(type(model).forward).parameters)[1:]
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -34,10 +35,8 @@ class Given:
 
     def context(self, gate: str, tokens: int) -> RoutingContext | None:
         """Padding and token ids of a gate's input; None where the forward was given neither for these tokens."""
-        decoder = "decoder" in gate.split(".") and "decoder_input_ids" in self.values
-        ids, mask = (
-            self.values.get(("decoder_" if decoder else "") + name) for name in ("input_ids", "attention_mask")
-        )
+        decoder = "decoder_" if self.encodes and "decoder" in gate.split(".") else ""
+        ids, mask = (self.values.get(decoder + name) for name in ("input_ids", "attention_mask"))
         ids = ids if isinstance(ids, Tensor) and ids.numel() == tokens else None
         mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 and tokens % len(mask) == 0 else None
         mask = None if mask is None or tokens // len(mask) > mask.shape[1] else mask[:, -(tokens // len(mask)) :].bool()
@@ -108,7 +107,7 @@ class GateListener:
         def hook(router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], routing: Routing) -> None:
             context = args[1] if len(args) > 1 else kwargs.get("context")
             hidden = args[0].detach().reshape(-1, args[0].shape[-1])
-            observe(layer, routing.detach(), context or self._context(name, len(hidden)), hidden)
+            observe(layer, routing.detach(), self._context(name, len(hidden)) or context, hidden)
 
         return hook
 

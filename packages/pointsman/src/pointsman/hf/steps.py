@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
+from pointsman._values import check_whole
 from pointsman.control import step_end
 from pointsman.diagnostics.monitor import RoutingMonitor, scalars
 from pointsman.hf.balance import moved
@@ -42,14 +43,15 @@ class RoutingLog(TrainerCallback):
 
     def __init__(self, trainer: Trainer, every: int | None = None) -> None:
         self.trainer = trainer
-        self.every = every or max(1, int(trainer.args.logging_steps))
+        check_whole("RoutingLog: every", 1 if every is None else every)
+        self.every = every
         self.monitor: RoutingMonitor | None = None
         self.observing = ExitStack()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
         assert model is not None
         if self.monitor is None:
-            self.monitor = RoutingMonitor(model, self.every)
+            self.monitor = RoutingMonitor(model, self.every or max(1, int(state.logging_steps)))
         self.observing.close()
         self.observing.enter_context(self.monitor.observe(state.global_step + 1))
 
