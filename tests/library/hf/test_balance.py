@@ -138,6 +138,18 @@ def test_like_transformers_is_their_value() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
 
 
+def test_like_transformers_with_a_mask_of_the_encoder_alone() -> None:
+    mask, values = torch.ones_like(IDS), []
+    mask[1, :6] = 0
+    for own in ({}, {"decoder_attention_mask": torch.ones_like(IDS)}):
+        model = hf.balance(zoo.tiny_model("switch_transformers").train(), like="transformers")
+        for part in model.modules():
+            part.training = part is model  # without noise
+        model(input_ids=IDS, attention_mask=mask, decoder_input_ids=IDS, **own)
+        values.append(pointsman.add_losses(torch.zeros(()), model))
+    assert torch.equal(*values)
+
+
 def test_the_own_loss_is_off_and_counted_once() -> None:
     model = mixtral(output_router_logits=True, router_aux_loss_coef=5.0)
     plain = mixtral()(IDS, labels=IDS).loss
@@ -280,6 +292,24 @@ def test_the_bias_moves_once_a_step_by_what_all_micro_batches_chose() -> None:
     kept = [bias.clone() for bias in biases]
     optimizer.step()  # no training forward since
     assert all(torch.equal(bias, old) for bias, old in zip(biases, kept, strict=True))
+
+
+def test_an_added_bias_moves_by_real_tokens_and_by_the_coefficient_of_the_last_call() -> None:
+    model = mixtral()
+    hf.balance(model, how="bias")
+    hf.balance(model, 0.25, how="bias")
+    mask = torch.ones_like(IDS)
+    mask[:2, 2:] = 0  # left are 28 of 48 tokens
+    with pointsman.record_routing(model) as records:
+        model(IDS, attention_mask=mask, labels=IDS).loss.backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    hf.StepEnd().on_step_end(None, None, None, model=model)  # the step is over already
+    for gate, routing in zip(gates(model), records.values(), strict=True):
+        real = torch.bincount(routing.experts[mask.flatten().bool()].flatten(), minlength=4)
+        every = torch.bincount(routing.experts.flatten(), minlength=4)
+        moved = [0.25 * torch.sign(counts.float().mean() - counts) for counts in (real, every)]
+        torch.testing.assert_close(gate.pointsman.select.bias, moved[0])
+        assert not torch.equal(*moved)
 
 
 @pytest.mark.parametrize("how", ["loss", "bias"])

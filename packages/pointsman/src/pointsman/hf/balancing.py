@@ -17,7 +17,7 @@ from pointsman.hf.gates import PROBE_TOKENS, Gate, run_gate, tensor_of
 from pointsman.hf.layouts import Form, Kind, read_any
 from pointsman.hf.surgery.replace import replace_routers
 from pointsman.routers.frame.registry import parse_spec
-from pointsman.routers.papers.loss_free import SignUpdate
+from pointsman.routers.papers.loss_free import BiasedTopK, SignUpdate
 
 BIAS_RATE = 1e-3
 
@@ -38,6 +38,10 @@ class Bias:
 
     def tensors(self, home: nn.Module) -> Iterator[Tensor]:
         """Also that of a copy that PEFT trains."""
+        if self.added:
+            routers = home.get_submodule(self.gate).modules()
+            yield from (module.bias for module in routers if isinstance(module, BiasedTopK))
+            return
         for module in home.get_submodule(self.owner).modules():
             own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
             yield from (tensor for name, tensor in own if name == self.name)
@@ -118,7 +122,7 @@ def _replace(home: nn.Module, gates: Sequence[Gate], rate: float) -> None:
 
 def count(home: Any, biases: Iterable[Bias], chosen: Iterable[tuple[str, Tensor]]) -> None:
     """Adds the assignments of one training forward: (gate, experts [tokens, k], -1 for padding)."""
-    of = {bias.gate: bias for bias in biases if not bias.added}
+    of = {bias.gate: bias for bias in biases}
     counts = home.__dict__.setdefault("pointsman_counts", {})
     for gate, experts in chosen:
         if gate in of:
@@ -131,7 +135,7 @@ def settle(home: Any, biases: Sequence[Bias]) -> None:
     """Moves every bias once by what was counted since the last time, over all ranks; nothing where nothing was."""
     counts = home.__dict__.pop("pointsman_counts", {})
     frozen = {bias.gate for bias in biases if hasattr(home.get_submodule(bias.gate), "pointsman_frozen")}
-    of = {bias.gate: bias for bias in biases if not bias.added and bias.gate not in frozen}
+    of = {bias.gate: bias for bias in biases if bias.gate not in frozen}
     add_up([counts[gate] for gate in of if gate in counts])
     for gate, bias in of.items():
         if gate in counts:
@@ -140,6 +144,8 @@ def settle(home: Any, biases: Sequence[Bias]) -> None:
                 move = SignUpdate(bias.rate, False).move
                 move(flat, {"counts": counts[gate].to(flat.device)})
     routers = [home.get_submodule(bias.gate).pointsman for bias in biases if bias.added]
+    for router in routers:
+        router.select.sums.clear()  # counted above, without padding
     add_up([tensor for router in routers for tensor in router.gathered()])
     for router in routers:
         router.step_end()
@@ -230,8 +236,11 @@ class Balancing:
         logits = torch.cat([one[2].to(device) for one in found]).float()
         probs = torch.softmax(logits, -1)
         experts = probs.topk(k, dim=-1).indices
-        masks = [one[4] for one in found]
-        mask = None if masks[0] is None else torch.cat([one.to(device) for one in masks])
+        masks = [
+            torch.ones_like(logits[:, 0], dtype=torch.bool) if mask is None else mask for _, _, logits, _, mask in found
+        ]
+        known = any(one[4] is not None for one in found)
+        mask = torch.cat([one.to(device) for one in masks]) if known else None
         experts = experts if mask is None else experts.masked_fill(~mask[:, None], -1)
         pooled: Tensor = k * auxiliary.balance(probs, experts, mask)
         return pooled
