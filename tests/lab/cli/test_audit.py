@@ -58,14 +58,19 @@ def test_domains_and_a_page(saved: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "two parts have the same name" in capsys.readouterr().err
 
 
-def test_on_disk_is_the_same(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_disk_is_the_same(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "text.txt").write_text("w1 w2 w3 w4 w5 " * 20)
     words = ["audit", str(saved), "--data", str(tmp_path / "text.txt"), "--top-k", "2", "--length", "16"]
+    words += ["--against", str(saved)]
     assert main([*words, "--device", "cpu", "--out", str(tmp_path / "a")]) == 0
+    monkeypatch.setattr("pointsman.hf.loading.load_model", None)  # neither of the two is in memory
     assert main([*words, "--on-disk", "--out", str(tmp_path / "b")]) == 0
     assert "of weights stay in memory" in capsys.readouterr().err
     one, two = (json.loads((tmp_path / name / "audit.json").read_text()) for name in "ab")
     assert one["quality"] == two["quality"]
+    assert one["against"] == two["against"]
     assert one["super_experts"] == two["super_experts"]
     assert one["schedules"] == two["schedules"]
 
@@ -163,6 +168,8 @@ def test_conversations(saved: Path, tmp_path: Path) -> None:
         (["nowhere/model"], "nowhere/model"),
         (["TRUNCATED"], "no model that transformers can load"),
         (["LACKING"], "the saved model lacks 1 weights of OlmoeForCausalLM: model.layers.0.mlp.gate.weight"),
+        (["LACKING", "--on-disk"], "the saved model lacks 1 weights of OlmoeForCausalLM"),
+        (["nowhere/model", "--on-disk"], "nowhere/model: no model that transformers can load"),
         (["BAD"], "this is a file"),
         ([None, "--top-k", "9"], "from 1 to 8"),
         ([None, "--data", "no-such-data"], "no-such-data"),
@@ -196,7 +203,8 @@ def test_bad_input(
     places |= {"LATIN": latin, "RUN": tmp_path / "run"}
     given = [str(places.get(word, word)) for word in changes]
     out = [] if "--out" in given else ["--out", str(tmp_path / "out")]
-    assert main(["audit", *given, "--device", "cpu", *out]) == 2
+    device = [] if "--on-disk" in given else ["--device", "cpu"]
+    assert main(["audit", *given, *device, *out]) == 2
     error = capsys.readouterr().err
     assert words in error
     assert "Traceback" not in error

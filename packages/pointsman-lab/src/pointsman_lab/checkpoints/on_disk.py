@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pointsman._errors import RunError
-from pointsman.hf.loading import load_named
+from pointsman.hf.loading import load_named, whole_model
 
 
 def load_on_disk(name: str, folder: Path, *, dtype: str = "auto") -> Any:
@@ -19,11 +19,15 @@ def load_on_disk(name: str, folder: Path, *, dtype: str = "auto") -> Any:
         folder: gets the experts as files that can be read layer by layer, as large as the checkpoint's experts.
 
     Raises:
-        RunError: it cannot be loaded, or has no mixture of experts.
+        RunError: it cannot be loaded, lacks weights, or has no mixture of experts.
     """
     factory: Any = AutoModelForCausalLM
-    with torch.device("meta"):
-        shape = factory.from_config(AutoConfig.from_pretrained(name, trust_remote_code=False))
+
+    def build() -> Any:
+        with torch.device("meta"):
+            return factory.from_config(AutoConfig.from_pretrained(name, trust_remote_code=False))
+
+    shape = load_named(name, "model", build)
     experts = [layer for layer, _ in shape.named_modules() if layer.rpartition(".")[2] == "experts"]
     if not experts:
         raise RunError(f"{name}: {type(shape).__name__} has no experts that could stay on the disk")
@@ -33,4 +37,4 @@ def load_on_disk(name: str, folder: Path, *, dtype: str = "auto") -> Any:
         if own and not any(layer == one or layer.startswith(f"{one}.") for one in experts):
             places[layer] = "cpu"
     given: dict[str, Any] = {"device_map": places, "offload_folder": str(folder), "trust_remote_code": False}
-    return load_named(name, "model", lambda: factory.from_pretrained(name, dtype=dtype, **given))
+    return whole_model(name, lambda: factory.from_pretrained(name, dtype=dtype, output_loading_info=True, **given))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman_lab._files import open_named, parse_json
+from pointsman_lab._files import open_named, parse_json, temporary_folder
 from pointsman_lab.cli.options import Parser, choose_device, refuse_runs, whole
 from pointsman_lab.cli.runs import write_page
 
@@ -61,27 +61,27 @@ def run(words: Sequence[str]) -> int:
         flags.without_effect(values, ["--answer-tokens"], "without --task")
     from pointsman.hf.loading import load_model, load_tokenizer
     from pointsman_lab.checkpoints import audit
+    from pointsman_lab.checkpoints.on_disk import load_on_disk
     from pointsman_lab.checkpoints.text import count_tokens
     from pointsman_lab.cli.progress import Display
 
     out = values.out or Path(f"audit-{Path(values.model).name}")
     refuse_runs(out, unless=("audit.json",))
     if values.on_disk:
-        from pointsman_lab._files import temporary_folder
-        from pointsman_lab.checkpoints.on_disk import load_on_disk
-
         flags.without_effect(values, ["--device"], "with --on-disk, which computes on the CPU")
         print("pointsman: every forward reads all experts from the disk, a layer at a time", file=sys.stderr)
-        model, tokenizer = (
-            load_on_disk(values.model, temporary_folder(), dtype=values.dtype),
-            load_tokenizer(values.model),
-        )
+
+    def load(name: str) -> Any:
+        if values.on_disk:
+            return load_on_disk(name, temporary_folder(), dtype=values.dtype)
+        return load_model(name, dtype=values.dtype, device=device)
+
+    model, tokenizer = load(values.model), load_tokenizer(values.model)
+    against = None if values.against is None else load(values.against)
+    if values.on_disk:
         told = sum(one.numel() * one.element_size() for one in model.parameters())
         kept = sum(one.numel() * one.element_size() for one in model.parameters() if not one.is_meta)
         print(f"pointsman: {kept / 2**30:.2f} of {told / 2**30:.2f} GiB of weights stay in memory", file=sys.stderr)
-    else:
-        model, tokenizer = load_model(values.model, dtype=values.dtype, device=device), load_tokenizer(values.model)
-    against = None if values.against is None else load_model(values.against, dtype=values.dtype, device=device)
     budget = None if values.eval_tokens == "all" else values.eval_tokens
     share = None if budget is None else max(1, budget // len(domains))
     counts = {

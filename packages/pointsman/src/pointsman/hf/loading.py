@@ -28,12 +28,17 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "cpu", masked: b
             factory = uneven(factory._model_mapping[type(config)])
         return factory.from_pretrained(name, dtype=dtype, output_loading_info=True, trust_remote_code=False)
 
+    return whole_model(name, load).to(device)
+
+
+def whole_model(name: str, load: Callable[[], tuple[Any, Any]]) -> Any:
+    """The model of (model, loading info); RunError if it cannot be loaded, or if the saved one lacks weights."""
     model, info = load_named(name, "model", load)
     if missing := sorted(info["missing_keys"]):
         raise RunError(
             f"{name}: the saved model lacks {len(missing)} weights of {type(model).__name__}: {missing[0]}, …"
         )
-    return model.to(device)
+    return model
 
 
 def load_tokenizer(name: str) -> Any:
