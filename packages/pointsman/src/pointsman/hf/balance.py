@@ -49,9 +49,7 @@ def _open(home: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         for _, seat in place.seats(home):
             seat.seen, seat.open = [], training or (asked and settings.how == "loss")
     config = home.config.get_text_config() if hasattr(home.config, "get_text_config") else home.config
-    if hasattr(home, "router_z_loss_coef") or not (
-        (training and asked) or (getattr(config, ASKED, False) and not asked)
-    ):
+    if hasattr(home, "router_z_loss_coef") or not (training if asked else getattr(config, ASKED, False)):
         return None
     return args, {**kwargs, ASKED: False}  # what the class would add for it is ours now
 
@@ -187,14 +185,13 @@ def _homes(model: nn.Module) -> list[Any]:
 
 def _prepare(home: Any, coefficient: float, how: Any, like: Any) -> str:
     gates, reasons = survey(home)
-    known = {gate.name: gate for gate in gates}
     biases: tuple[Bias, ...] = ()
     if how == "bias":
         if reasons:
             raise ValueError(f"hf.balance: how='bias': {reasons[0]}")
         biases = biases_for(home, gates, coefficient)
         gates, _ = survey(home)
-        known = {gate.name: gate for gate in gates}
+    known = {gate.name: gate for gate in gates}
     decoder = bool(getattr(home.config, "is_encoder_decoder", False))
     places = tuple(
         Place(name, known[name].form if name in known else None, decoder and "decoder" in name.split("."))
@@ -222,9 +219,8 @@ def _prepare(home: Any, coefficient: float, how: Any, like: Any) -> str:
     _balanced.add(home)
     what = f"{len(places)} gate" + "s" * (len(places) > 1)
     if how == "bias":
-        moved = (
-            "the class's correction bias" if not any(one.added for one in biases) else "the bias of loss-free routers"
-        )
+        added = any(one.added for one in biases)
+        moved = "the bias of loss-free routers" if added else "the class's correction bias"
         return f"{what}, {moved} moves by {coefficient:g} after each optimizer step; {off}"
     meant = "as transformers does, over all layers at once" if like else "per layer"
     return f"{what}, the balance loss {meant}, times {coefficient:g}, is added to its loss; {off}"

@@ -38,13 +38,10 @@ class Bias:
 
     def tensors(self, home: nn.Module) -> Iterator[Tensor]:
         """Also that of a copy that PEFT trains."""
-        if self.added:
-            routers = home.get_submodule(self.gate).modules()
-            yield from (module.bias for module in routers if isinstance(module, BiasedTopK))
-            return
-        for module in home.get_submodule(self.owner).modules():
+        for module in home.get_submodule(self.gate if self.added else self.owner).modules():
             own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-            yield from (tensor for name, tensor in own if name == self.name)
+            if not self.added or isinstance(module, BiasedTopK):
+                yield from (tensor for name, tensor in own if name == (self.name or "bias"))
 
 
 def biases_for(home: nn.Module, gates: Sequence[Gate], rate: float) -> tuple[Bias, ...]:
@@ -135,14 +132,11 @@ def settle(home: Any, biases: Sequence[Bias]) -> None:
     """Moves every bias once by what was counted since the last time, over all ranks; nothing where nothing was."""
     counts = home.__dict__.pop("pointsman_counts", {})
     frozen = {bias.gate for bias in biases if hasattr(home.get_submodule(bias.gate), "pointsman_frozen")}
-    of = {bias.gate: bias for bias in biases if bias.gate not in frozen}
-    add_up([counts[gate] for gate in of if gate in counts])
+    of = {bias.gate: bias for bias in biases if bias.gate in counts and bias.gate not in frozen}
+    add_up([counts[gate] for gate in of])
     for gate, bias in of.items():
-        if gate in counts:
-            for tensor in bias.tensors(home):
-                flat = tensor.view(-1)
-                move = SignUpdate(bias.rate, False).move
-                move(flat, {"counts": counts[gate].to(flat.device)})
+        for tensor in bias.tensors(home):
+            SignUpdate(bias.rate, False).move(tensor.view(-1), {"counts": counts[gate].to(tensor.device)})
     routers = [home.get_submodule(bias.gate).pointsman for bias in biases if bias.added]
     for router in routers:
         router.select.sums.clear()  # counted above, without padding
@@ -236,11 +230,8 @@ class Balancing:
         logits = torch.cat([one[2].to(device) for one in found]).float()
         probs = torch.softmax(logits, -1)
         experts = probs.topk(k, dim=-1).indices
-        masks = [
-            torch.ones_like(logits[:, 0], dtype=torch.bool) if mask is None else mask for _, _, logits, _, mask in found
-        ]
-        known = any(one[4] is not None for one in found)
-        mask = torch.cat([one.to(device) for one in masks]) if known else None
+        masks = [torch.ones(len(one[2]), dtype=torch.bool) if one[4] is None else one[4] for one in found]
+        mask = torch.cat([one.to(device) for one in masks]) if any(one[4] is not None for one in found) else None
         experts = experts if mask is None else experts.masked_fill(~mask[:, None], -1)
         pooled: Tensor = k * auxiliary.balance(probs, experts, mask)
         return pooled
