@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from pointsman.traces import RoutingTrace
 from pointsman_lab.cli.main import main
@@ -39,6 +40,7 @@ def test_a_run_a_comparison_a_checkpoint_and_a_trace_are_whole(
         assert (code, len(lines)) == (0, 1), lines
         assert f": {kind}, " in lines[0]
         assert lines[0].endswith("whole")
+    assert ", 1 files: " in lines[0]
     code, lines = verified(capsys, tmp_path / "nothing")
     assert (code, lines) == (2, [f"pointsman: {tmp_path / 'nothing'}: no such folder"])
     assert verified(capsys, tmp_path)[0] == 2
@@ -142,9 +144,19 @@ def test_a_record_and_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     code, lines = verified(capsys, out)
     assert code == 1
     assert f"{record}, line 3: " in lines[0]
-    model = tmp_path / "model"
+    model = tmp_path / "step-b"  # called as our checkpoints are
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "mixtral"}')
+    assert verified(capsys, model)[1][0] == f"{model}: no weights"
+    index, shard = model / "model.safetensors.index.json", model / "model-1.safetensors"
+    index.write_text(json.dumps({"weight_map": {"a": shard.name, "b": "model-2.safetensors"}}))
+    save_file({"a": torch.zeros(1)}, shard)
+    code, lines = verified(capsys, model)
+    assert (code, len(lines), lines[0]) == (1, 2, f"{index}: model-2.safetensors is missing")
+    index.write_text("{}")
+    assert verified(capsys, model)[1][0] == f"{index}: no weight_map"
+    index.unlink()
+    assert verified(capsys, model)[0] == 0
     (model / "model.safetensors").write_bytes(b"x")
     code, lines = verified(capsys, model)
     assert (code, len(lines)) == (1, 2)

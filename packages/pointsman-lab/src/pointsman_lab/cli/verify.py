@@ -27,6 +27,8 @@ reads. Checksums are compared and weights of runs are loaded; code is never
 read.
 """
 MOST_ENTRIES = 1_000_000
+WEIGHTS, INDEX = (".safetensors", ".bin"), (".safetensors.index.json", ".bin.index.json")
+"""How names of transformers' weights end, and of lists of their shards."""
 Check = tuple[Path, Callable[[], object]]
 
 
@@ -43,7 +45,7 @@ def run(arguments: Sequence[str]) -> int:
     root = values.folder
     kind = kind_of(root)
     found = list(faults(root, kind))
-    files = sum(1 for place in entries(root) if place.is_file())
+    files = 1 if root.is_file() else sum(1 for place in entries(root) if place.is_file())
     summary = (
         f"{root}: {kind}, {files:,} files: {f'{len(found):,} would be refused or are missing' if found else 'whole'}"
     )
@@ -60,8 +62,10 @@ def kind_of(root: Path) -> str:
     """What a folder or file is, by the names in it."""
     if not root.exists():
         raise RunError(f"{root}: no such folder")
-    if root.is_file() or root.name.startswith("step-"):
-        return "a routing trace" if root.is_file() else "a checkpoint"
+    if root.is_file():
+        return "a routing trace"
+    if root.name.startswith("step-") and not os.path.lexists(root / CONFIG):
+        return "a checkpoint"
     for name, kind in ((COMPARISON, "a comparison"), ("exam.json", "an exam"), (AUDIT, "an audit")):
         if os.path.lexists(root / name):
             return kind
@@ -109,12 +113,16 @@ def checks(root: Path, kind: str) -> Iterator[Check]:
     for place in places:
         if theirs and place.suffix == ".safetensors" and place.is_file():
             yield place, partial(_tensors, place)
+        elif theirs and place.name.endswith(INDEX):
+            yield place, partial(_shards, place)
         elif place.name == CONFIG and (place.parent / CHECKPOINTS).is_dir() and not theirs:
             yield place.parent, partial(_run, place.parent)
         elif place.name.startswith("step-") and place.parent.name == CHECKPOINTS and place.is_dir():
             yield place, partial(open_checkpoint, place)
         elif place.name == CHECKPOINTS and not os.path.lexists(place.parent / CONFIG):
             yield place.parent, partial(_refuse, f"{place.parent}: checkpoints without {CONFIG}")
+    if theirs and not any(place.suffix in WEIGHTS for place in places):
+        yield root, partial(_refuse, f"{root}: no weights")
     if kind == "a checkpoint":
         yield root, partial(open_checkpoint, root)
     elif kind in ("a run", "an audit", "a comparison"):
@@ -123,7 +131,7 @@ def checks(root: Path, kind: str) -> Iterator[Check]:
 
 
 def entries(root: Path) -> Iterator[Path]:
-    """All that is in a folder, not through links; the folder's lock and what a killed command left are no files."""
+    """All that is in a folder, not through links."""
     count = 0
     for folder, folders, files in os.walk(root):
         folders.sort()
@@ -197,6 +205,15 @@ def _tensors(file: Path) -> None:
 
     with open_tensors(file.resolve()):
         pass
+
+
+def _shards(file: Path) -> None:
+    weights = (read_json(file) or {}).get("weight_map")
+    if not isinstance(weights, dict):
+        raise RunError(f"{file}: no weight_map")
+    for name in sorted(set(map(str, weights.values()))):
+        if not (file.parent / name).is_file():
+            raise RunError(f"{file}: {name} is missing")
 
 
 def _finished(root: Path) -> None:
