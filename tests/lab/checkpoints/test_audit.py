@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import pointsman
 from pointsman import hf
 from pointsman.hf.counterpart import counterpart
-from pointsman_lab.checkpoints import audit
+from pointsman_lab.checkpoints import audit, compress
 from pointsman_lab.checkpoints.text import KINDS, count_tokens, text_batches
 from tests.library.hf import zoo
 from tests.library.hf.test_replace import spread
@@ -257,6 +258,10 @@ def test_tokens_without_an_embedding() -> None:
     model.resize_token_embeddings(3)
     with pytest.raises(ValueError, match=r"the tokenizer gives token \d+, and MixtralForCausalLM has 3 embeddings"):
         audit(model, tokenizer(), texts(4), top_k=[1])
+    with pytest.raises(ValueError, match=r"MixtralForCausalLM has 3 embeddings"):
+        audit(zoo.tiny_model("mixtral"), tokenizer(), texts(4), top_k=[1], against=model)
+    with pytest.raises(ValueError, match=r"MixtralForCausalLM has 3 embeddings"):
+        compress(model, tokenizer(), texts(4))
 
 
 def test_a_short_content_is_not_found_in_the_template() -> None:
@@ -279,18 +284,23 @@ def test_of_a_replaced_router() -> None:
     assert entropy["mixed_mean"] != entropy["mean"]
 
 
-def test_bad_input() -> None:
+def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo.tiny_model("mixtral")
     with pytest.raises(ValueError, match="no text"):
         audit(model, tokenizer(), [])
     with pytest.raises(ValueError, match="from 1 to 8"):
         audit(model, tokenizer(), texts(), top_k=[9])
+    with pytest.raises(ValueError, match="a text is a string or"):
+        audit(model, tokenizer(), [3])
+    monkeypatch.setattr(sys.modules[audit.__module__], "AuditRun", None)  # refused before the first batch
     for wrong, words in (
         ({"length": 0}, "length=0"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"max_tokens": 0}, "max_tokens=0"),
-        ({"texts": "one string"}, "one string"),
-        ({"texts": [3]}, "a text is a string or"),
+        ({"texts": "one string"}, "'text' is one string"),
+        ({"texts": {"en": "w1 w2"}}, "texts: 'en' is one string; it must be a list"),
+        ({"task": [([{"role": "user"}, "w1"], "w3")]}, "task: the tokenizer rejects the prompt"),
+        ({"task": [("", "w3")]}, "the prompt '' has no token"),
     ):
         with pytest.raises(ValueError, match=words):
             audit(model, tokenizer(), **{"texts": texts(), **wrong})
@@ -311,9 +321,13 @@ def test_memory_does_not_grow_with_the_text() -> None:
     assert peaks[1] < 1.5 * peaks[0] + 2**20
 
 
-def test_a_text_of_one_row_has_no_schedules() -> None:
-    result = audit(zoo.tiny_model("mixtral"), tokenizer(), [texts(1)[0][:30]], top_k=(1, 2))
-    assert any("k by layer left out: the text is too short" in note for note in result.notes), result.notes
+@pytest.mark.parametrize("rows", [[10], [16, 1], [1, 15]])
+def test_half_a_text_without_a_token_to_predict_tries_nothing(rows: list[int]) -> None:
+    result = audit(
+        zoo.tiny_model("mixtral"), tokenizer(), [" ".join(["w1"] * n) for n in rows], top_k=(1, 2), length=16
+    )
+    for what in ("super experts left out", "k by layer left out", "experts that can go left out"):
+        assert any(f"{what}: the text is too short" in note for note in result.notes), result.notes
 
 
 def test_audit_names_router_and_shared_experts() -> None:

@@ -152,6 +152,17 @@ def test_the_search_is_not_worse_than_its_start_and_distillation_helps(monkeypat
     assert float((logits(start) - logits(model)).square().mean()) < far
 
 
+def test_distillation_leaves_what_the_original_shares() -> None:
+    model = spread(zoo.tiny_model("gemma4"))  # whose gates scale their input
+    gates = find_gates(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    smaller = cut(model, gates, {gate.layer: [[0], [2], [5], [7]] for gate in gates})
+    distil(model, smaller, batches(4), 1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    name = next(name for name in before if name.endswith("router.scale"))
+    assert not torch.equal(smaller.state_dict()[name], before[name])
+
+
 def mixed(model: Any) -> tuple[Any, Any]:
     """The model with 6 experts in all layers but the last, which has 4; and one made of two even models."""
     gates = find_gates(model)
@@ -269,9 +280,13 @@ def test_an_uneven_model_is_verified_beside_an_even_one_and_stays_a_model(tmp_pa
         ("deepseek_v3", {"method": "m-smoe"}, "2 groups of experts"),
         ("llama4", {}, "Llama4Router is not a plain one"),
         ("dbrx", {}, "DbrxRouter is not a plain one"),
+        ("mixtral", {"length": 0}, "compress: length=0: allowed are whole numbers from 2"),
+        ("mixtral", {"batch_size": 0}, "compress: batch_size=0"),
+        ("mixtral", {"max_tokens": 0}, "compress: max_tokens=0"),
+        ("mixtral", {"texts": "w1 w2"}, "texts: 'text' is one string"),
     ],
 )
 def test_what_cannot_be_done_is_refused(name: str, change: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        compress(zoo.tiny_model(name), tokenizer(), texts(4), **{"length": 16, **change})
+        compress(zoo.tiny_model(name), tokenizer(), **{"texts": texts(4), "length": 16, **change})
     assert set(METHODS) >= {"reap", "frequency", "norm", "mean", "hc-smoe", "m-smoe", "search"}

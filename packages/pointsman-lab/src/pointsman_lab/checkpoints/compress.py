@@ -28,7 +28,7 @@ from pointsman_lab.checkpoints.audit.summary import INTERVALS, plus_minus
 from pointsman_lab.checkpoints.audit.trials import Rows, halves, mean_of, measured, paired
 from pointsman_lab.checkpoints.choosing import METHODS, drawn, plan
 from pointsman_lab.checkpoints.cutting import Keep, cut, distil, fewest, groups_of, why_uncut
-from pointsman_lab.checkpoints.text import Conversation, TextBatch, text_batches
+from pointsman_lab.checkpoints.text import Conversation, TextBatch, refuse_unknown_tokens, text_batches
 
 
 @dataclass(frozen=True)
@@ -150,9 +150,12 @@ def compress(
         raise ValueError(f"compress: method {method!r}: {did_you_mean(method, METHODS)}")
     check_whole("compress: random", random)
     check_whole("compress: heal", heal, 0)
+    check_whole("compress: length", length, 2)
+    check_whole("compress: batch_size", batch_size)
+    check_whole("compress: max_tokens", 1 if max_tokens is None else max_tokens)
     gates, kept, least = _cuttable(model, experts, method)
     tell = note or (lambda _: None)
-    batches, domain_of = _read(tokenizer, texts, length, batch_size, max_tokens)
+    batches, domain_of = _read(model, tokenizer, texts, length, batch_size, max_tokens)
     calibrate, held_out = halves(batches)
     names = [name for name in domain_of[1::2] for _ in range(PARTS)]
     with evaluating(model):
@@ -238,7 +241,7 @@ def _cuttable(model: nn.Module, experts: float, method: str) -> tuple[list[Gate]
 
 
 def _read(
-    tokenizer: Any, texts: Any, length: int, batch_size: int, max_tokens: int | None
+    model: Any, tokenizer: Any, texts: Any, length: int, batch_size: int, max_tokens: int | None
 ) -> tuple[list[TextBatch], list[str]]:
     """All batches, and the domain of every row."""
     parts = mapped(texts)
@@ -246,6 +249,7 @@ def _read(
     batches, names = list[TextBatch](), list[str]()
     for name, of in parts.items():
         for batch in text_batches(tokenizer, of, length=length, batch_size=batch_size, max_tokens=share):
+            refuse_unknown_tokens(model, int(batch.ids.max()))
             batches.append(batch)
             names += [name] * len(batch.ids)
     if len(names) < 2:

@@ -157,8 +157,11 @@ def distil(model: Any, smaller: Any, batches: Sequence[TextBatch], steps: int) -
     trained = [p for gate in find_gates(smaller) for home in (gate.module, gate.experts) for p in home.parameters()]
     for parameter in smaller.parameters():
         parameter.requires_grad_(False)
+    shared = {one.data_ptr() for one in model.parameters()}
     for parameter in trained:
         parameter.requires_grad_(True)
+        if parameter.data_ptr() in shared:  # of a gate, without an axis of experts: the original keeps it
+            parameter.data = parameter.data.clone()
     optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.0)
     device = next(model.parameters()).device
     for step in range(steps):

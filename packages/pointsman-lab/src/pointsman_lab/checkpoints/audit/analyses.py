@@ -14,7 +14,7 @@ from pointsman.traces import RoutingTrace
 from pointsman_lab.checkpoints.audit.blocks import Blocks
 from pointsman_lab.checkpoints.audit.prunings import prunings
 from pointsman_lab.checkpoints.audit.serving import serving
-from pointsman_lab.checkpoints.audit.trials import halves, schedules, super_experts
+from pointsman_lab.checkpoints.audit.trials import halves, predicts, schedules, super_experts
 from pointsman_lab.checkpoints.text import TextBatch
 from pointsman_lab.traces.placement import cache, place
 
@@ -53,7 +53,7 @@ def analysed(
     }
     found["super_experts"], found["schedules"], found["prunings"] = [], [], []
     if probes and any(row["loss"] for row in quality):  # without a loss nothing can be tried
-        search, held_out = halves(probes)
+        search, held_out = (half if predicts(half) else [] for half in halves(probes))
         found["super_experts"], reason = super_experts(model, gates, search, held_out)
         notes += [reason] if reason else []
         try:

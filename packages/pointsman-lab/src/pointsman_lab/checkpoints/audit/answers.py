@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,6 @@ from pointsman.control import set_top_k
 from pointsman_lab.intervals import ratio
 
 ANSWER_TOKENS = 256
-
-
-class Prompt(NamedTuple):
-    """A text, or messages for the chat template, and the string that answers it."""
-
-    prompt: str | Sequence[dict[str, str]]
-    answer: str
 
 
 class _Answered:
@@ -33,19 +26,27 @@ class _Answered:
         return torch.full((len(ids),), self.found, dtype=torch.bool, device=ids.device)
 
 
-@torch.no_grad()
-def _spent(model: Any, tokenizer: Any, one: Prompt, most: int) -> tuple[int, bool]:
-    """Tokens generated until the answer, the end of the text or `most`; whether the answer came."""
-    if isinstance(one.prompt, str):
-        ids = tokenizer(one.prompt, return_tensors="pt")["input_ids"]
-    else:
-        ids = tokenizer.apply_chat_template(one.prompt, add_generation_prompt=True, return_tensors="pt")
-        ids = ids if isinstance(ids, Tensor) else ids["input_ids"]
+def prompt_ids(tokenizer: Any, prompt: Any) -> Tensor:
+    """The tokens [1, T] of a text, or of messages in the chat template; ValueError if there are none."""
+    try:
+        if isinstance(prompt, str):
+            ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        else:
+            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt")
+            ids = ids if isinstance(ids, Tensor) else ids["input_ids"]
+    except Exception as error:  # raised by the template: roles that do not alternate, a missing content, …
+        raise ValueError(f"audit: task: the tokenizer rejects the prompt {prompt!r}: {error}") from None
     if not ids.numel():
-        raise ValueError(f"audit: task: the prompt {one.prompt!r} has no token")
+        raise ValueError(f"audit: task: the prompt {prompt!r} has no token")
+    return ids
+
+
+@torch.no_grad()
+def _spent(model: Any, tokenizer: Any, ids: Tensor, answer: str, most: int) -> tuple[int, bool]:
+    """Tokens generated until the answer, the end of the text or `most`; whether the answer came."""
     ids = ids.to(next(model.parameters()).device)
     begun = 1 if model.config.is_encoder_decoder else ids.shape[1]
-    stop = _Answered(tokenizer, begun, one.answer)
+    stop = _Answered(tokenizer, begun, answer)
     end = [i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None]
     given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "num_beams": 1, "max_new_tokens": most}
     out = model.generate(ids, **given, stopping_criteria=[stop], pad_token_id=end[0] if end else None)
@@ -53,7 +54,12 @@ def _spent(model: Any, tokenizer: Any, one: Prompt, most: int) -> tuple[int, boo
 
 
 def answers(
-    model: nn.Module, tokenizer: Any, task: Sequence[Prompt], ks: Sequence[int | None], own: int | None, most: int
+    model: nn.Module,
+    tokenizer: Any,
+    task: Sequence[tuple[Tensor, str]],
+    ks: Sequence[int | None],
+    own: int | None,
+    most: int,
 ) -> list[dict[str, Any]]:
     """By k: the share of prompts that reach their answer, the tokens spent, and both beside those at the model's own k.
 
@@ -65,7 +71,7 @@ def answers(
     spent: dict[int | None, list[tuple[int, bool]]] = {}
     for k in dict.fromkeys([own, *ks]):
         with nullcontext() if k is None or k == own else set_top_k(model, k):
-            spent[k] = [_spent(model, tokenizer, one, most) for one in task]
+            spent[k] = [_spent(model, tokenizer, *one, most) for one in task]
     rows = []
     for k, found in sorted(spent.items(), key=lambda one: one[0] or 0):
         tokens, reached = ([float(one[at]) for one in found] for at in (0, 1))

@@ -233,5 +233,9 @@ def _shares(loads: Sequence[Tensor], tokens: Sequence[int]) -> tuple[Tensor, Ten
 
 
 def mapped(texts: Any) -> Mapping[str, Any]:
-    """Domain -> its texts; texts without domains are one called "text"."""
-    return texts if isinstance(texts, Mapping) else {"text": texts}
+    """Domain -> its texts; texts without domains are one called "text". ValueError for a string instead of texts."""
+    found = texts if isinstance(texts, Mapping) else {"text": texts}
+    for name, of in found.items():
+        if isinstance(of, str):
+            raise ValueError(f"texts: {name!r} is one string; it must be a list (or any iterable) of texts: [text]")
+    return found

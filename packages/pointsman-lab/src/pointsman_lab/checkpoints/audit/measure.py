@@ -13,7 +13,7 @@ from pointsman._values import check_whole
 from pointsman.diagnostics.observe import evaluating
 from pointsman.hf.listen import GateListener
 from pointsman_lab.checkpoints.audit.analyses import analysed, typical
-from pointsman_lab.checkpoints.audit.answers import ANSWER_TOKENS, Prompt, answers
+from pointsman_lab.checkpoints.audit.answers import ANSWER_TOKENS, answers, prompt_ids
 from pointsman_lab.checkpoints.audit.blocks import mapped
 from pointsman_lab.checkpoints.audit.plan import small_diagnostics, values_of_k
 from pointsman_lab.checkpoints.audit.result import TOLERANCE, AuditResult
@@ -70,8 +70,7 @@ def audit(
         ValueError: the model has no gate, a number is out of range, there is no text, a text has the wrong type, or
             the two models cannot be compared.
     """
-    if isinstance(texts, str):
-        raise ValueError("audit: texts is one string; it must be a list (or any iterable) of texts: [text]")
+    parts = mapped(texts)
     check_whole("audit: length", length, 2)
     check_whole("audit: batch_size", batch_size)
     check_whole("audit: probe_tokens", probe_tokens, 0)
@@ -79,11 +78,11 @@ def audit(
     if task and not hasattr(model, "generate"):
         raise ValueError(f"audit: task: {type(model).__name__} does not generate text")
     check_whole("audit: max_tokens", 1 if max_tokens is None else max_tokens)
+    prompts = [(prompt_ids(tokenizer, prompt), answer) for prompt, answer in task]
     listener = GateListener(model, "audit")
     own, ks, notes = values_of_k(model, top_k)
     other = None if against is None else _matching(listener, against)
     run = AuditRun(model, listener, small_diagnostics(model, listener, notes), ks, own, other)
-    parts = mapped(texts)
     share = None if max_tokens is None else max(1, max_tokens // max(1, len(parts)))
     sample = Sample(tokenizer)
     probes: list[TextBatch] = []
@@ -117,7 +116,6 @@ def audit(
         found = {"typical": typical(result.layers, tokenizer)}
         found |= analysed(model, run.blocks, run.trace(), probes, result.quality, TOLERANCE, notes)
         asked = [row["top_k"] for row in result.quality]
-        prompts = [Prompt(*one) for one in task]
         found["answers"] = answers(model, tokenizer, prompts, asked, own, answer_tokens) if prompts else []
     return replace(result, analyses=finite(found), notes=[*dict.fromkeys([*result.notes, *notes])])
 

@@ -166,6 +166,7 @@ class AuditRun:
 
     def _compare(self, own: dict[str, Routing], batch: TextBatch, text: Tensor) -> None:
         assert self.other is not None
+        refuse_unknown_tokens(self.other.model, int(batch.ids.max()))
         keep = _Recorded(batch.ids.numel(), self.other)
         with self.other.listen(keep.add):
             self.blocks.add_losses("against", row_losses(self.other.model, batch))

@@ -17,7 +17,7 @@ from pointsman.hf.gates import Gate
 from pointsman.hf.top_k import TopKField, gate_top_k
 from pointsman_lab.checkpoints.audit.blocks import row_losses
 from pointsman_lab.checkpoints.outputs import expert_sums, why_unreadable, without_expert
-from pointsman_lab.checkpoints.text import TEXT, TextBatch
+from pointsman_lab.checkpoints.text import PADDING, TEXT, TextBatch
 from pointsman_lab.intervals import ratio
 
 TRIED = 8
@@ -41,6 +41,11 @@ def halves(batches: Sequence[TextBatch]) -> tuple[list[TextBatch], list[TextBatc
                 into.append(TextBatch(one.ids[first::2], one.kinds[first::2]))
         start += len(one.ids)
     return found
+
+
+def predicts(batches: Sequence[TextBatch]) -> bool:
+    """Whether a row has a text token after another token."""
+    return any(bool(((one.kinds[:, 1:] == TEXT) & (one.kinds[:, :-1] != PADDING)).any()) for one in batches)
 
 
 def measured(model: nn.Module, batches: Sequence[TextBatch]) -> Rows:
@@ -71,6 +76,8 @@ def super_experts(
 
     In a model with many experts those with the largest output (max |f_i| over tokens) are tried.
     """
+    if not search or not held_out:
+        return [], "super experts left out: the text is too short to be divided in two"
     for gate in gates:
         if reason := why_unreadable(gate):
             return [], f"super experts left out: {reason}"
