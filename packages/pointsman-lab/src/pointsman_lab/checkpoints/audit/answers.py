@@ -28,12 +28,11 @@ class _Answered:
 
 def prompt_ids(tokenizer: Any, prompt: Any) -> Tensor:
     """The tokens [1, T] of a text, or of messages in the chat template; ValueError if there are none."""
+    chat = {"add_generation_prompt": True, "return_tensors": "pt"}
     try:
-        if isinstance(prompt, str):
-            ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-        else:
-            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt")
-            ids = ids if isinstance(ids, Tensor) else ids["input_ids"]
+        text = isinstance(prompt, str)
+        given = tokenizer(prompt, return_tensors="pt") if text else tokenizer.apply_chat_template(prompt, **chat)
+        ids: Tensor = given if isinstance(given, Tensor) else given["input_ids"]
     except Exception as error:  # raised by the template: roles that do not alternate, a missing content, …
         raise ValueError(f"audit: task: the tokenizer rejects the prompt {prompt!r}: {error}") from None
     if not ids.numel():

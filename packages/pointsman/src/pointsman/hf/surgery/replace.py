@@ -182,9 +182,11 @@ def _attach(gate: Any, form: Form, router: Router) -> None:
     gate.pointsman_has_bias = getattr(owner, "bias", None) is not None
     for name in ("weight", "bias"):
         owner._parameters.pop(name, None)
-    become(gate, routed_class(type(gate), owner is gate))
+    own: Any = type(gate)
+    inner: Any = type(owner)
+    become(gate, routed_class(own, owner is gate))
     if owner is not gate:
-        owner.__class__ = weightless_class(type(owner))
+        owner.__class__ = weightless_class(inner)
     gate.pointsman = router
     gate.pointsman_form = form
     gate.__dict__["pointsman_state"] = None
