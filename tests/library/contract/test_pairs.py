@@ -13,7 +13,7 @@ from pointsman.testing import layer as layers
 from pointsman.testing import routing as checks
 
 SCORES = list({(one.build, *sorted(one.defaults.items())): name for name, one in reversed(ROUTERS.items())}.values())
-CHOICES = list({one.choose: name for name, one in reversed(ROUTERS.items())}.values())
+CHOICES = [*{one.choose: name for name, one in reversed(ROUTERS.items())}.values(), "mask:visible=2"]
 COMPILING = (checks.compiles, layers.compiles_in_training, layers.trains_the_same_parameters)
 
 

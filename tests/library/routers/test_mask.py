@@ -72,6 +72,17 @@ def test_a_layer_with_fewer_visible_experts_than_k_trains() -> None:
     assert ((routing.experts >= 0).sum(-1) == 1).all()
 
 
+@pytest.mark.parametrize("gate", ["softmax", "sigmoid"])
+def test_a_temperature_trains_behind_the_mask(gate: str) -> None:
+    torch.manual_seed(0)
+    router = build_router(f"xmoe:gate={gate}@mask:visible=2", dim=8, num_experts=6, vocab_size=64)
+    router.normalize.temperature.data.fill_(1e-4)  # its floor
+    routing = router(torch.randn(3, 7, 8), RoutingContext(token_ids=IDS))
+    assert ((routing.probs == 0).sum(-1) >= 4).all()
+    routing.probs.square().sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in router.parameters() if p.grad is not None)
+
+
 def test_mistakes_are_one_line() -> None:
     with pytest.raises(ValueError, match="mask: the router routes by token ids and needs vocab_size"):
         build_router("mask", dim=4, num_experts=4)

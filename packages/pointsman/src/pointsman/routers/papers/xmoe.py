@@ -15,6 +15,7 @@ from pointsman.routing import RoutingContext
 
 NORM_FLOOR = 1e-4  # norms are clamped from below, so that a zero token has cosine 0
 TEMPERATURE_FLOOR = 1e-4
+LEAST = -1e30  # in place of the -inf of `mask`, which makes tau's gradient nan; finite over tau squared
 TAU0 = {"softmax": 0.3, "sigmoid": 0.07}  # the paper's, section 4.1
 
 
@@ -74,7 +75,7 @@ class TemperatureGate(Normalizer):
         self.temperature = nn.Parameter(torch.tensor(temperature))
 
     def forward(self, logits: Tensor) -> Tensor:
-        scaled = logits / self.temperature.to(logits.dtype).clamp_min(TEMPERATURE_FLOOR)
+        scaled = logits.clamp_min(LEAST) / self.temperature.to(logits.dtype).clamp_min(TEMPERATURE_FLOOR)
         return torch.sigmoid(scaled) if self.gate == "sigmoid" else torch.softmax(scaled, -1)
 
     @torch.no_grad()
