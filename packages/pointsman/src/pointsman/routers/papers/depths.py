@@ -30,6 +30,8 @@ class SomeTokens(Selector):
     def __init__(self, share: float, gate: str) -> None:
         super().__init__()
         self.share, self.gate = share, gate
+        if gate == "linear":  # weights of both signs have no sum to divide by
+            self.overrides = self.overrides | {"capacity_total"}
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> Selection:
         values = self._values(scores).flatten(0, 1)
