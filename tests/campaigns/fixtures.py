@@ -54,7 +54,7 @@ from pointsman.routers.papers.topk import LinearScorer
 @register_router("mine", paper="none")
 def mine(layer: LayerSpec, *, noise: float = 0.0) -> Stages:
     \"\"\"A linear router.\"\"\"
-    return Stages(LinearScorer(layer.dim, layer.num_experts, noise=noise))
+    return Stages(LinearScorer(layer.dim, layer.columns, noise=noise))
 """
 
 

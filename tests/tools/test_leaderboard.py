@@ -36,7 +36,7 @@ class Scaled(Scorer):
 @register_router("of-a-stranger", paper="none")
 def scaled(layer):
     '''The plain router, its scores times 3.'''
-    return Stages(Scaled(layer.dim, layer.num_experts))
+    return Stages(Scaled(layer.dim, layer.columns))
 """
 
 

@@ -11,7 +11,11 @@ from pointsman.auxiliary import balance, token_mean
 from pointsman.routers.frame.registry import parse_spec
 
 
-@pytest.mark.parametrize("spec", ["smoe:gate=sigmoid", "smoe", "xmoe:gate=sigmoid", "smoe:gate=sigmoid:capacity=4"])
+@pytest.mark.parametrize(
+    "spec",
+    ["smoe:gate=sigmoid", "smoe", "xmoe:gate=sigmoid", "smoe:gate=sigmoid:capacity=4"]
+    + [f"smoe:gate=sigmoid+{mixer}:strength=0" for mixer in ("uniform", "similarity")],
+)
 def test_selection_knows_logits_whose_probabilities_are_equal(spec: str) -> None:
     router = build_router(spec, dim=4, num_experts=4, top_k=1).eval()
     scale = 1e-3 if spec.startswith("xmoe") else 1.0

@@ -335,8 +335,10 @@ def test_what_does_not_fit_is_named() -> None:
         router(case.hidden)
     with pytest.raises(ValueError, match=r"needs RoutingContext\.attention"):
         build_router("similarity:source=attention", dim=DIM, num_experts=EXPERTS).double()(case.hidden)
-    with pytest.raises(ValueError, match="attention is of 2 x 7 tokens, the hidden states of 2 x 3"):
-        router(case.hidden[:, :3], RoutingContext(attention=case.trace))
+    for mixer in ("attention", "similarity:source=attention", "shuffled:source=attention"):
+        router = build_router(mixer, dim=DIM, num_experts=EXPERTS).double()
+        with pytest.raises(ValueError, match="attention is of 2 x 7 tokens, the hidden states of 2 x 3"):
+            router(case.hidden[:, :3], RoutingContext(attention=case.trace))
     with pytest.raises(ValueError, match="past is of 2 sequences, the hidden states of 1"):
         build_router("similarity", dim=DIM, num_experts=EXPERTS).double()(
             case.hidden[:1], RoutingContext(past=case.context.past)

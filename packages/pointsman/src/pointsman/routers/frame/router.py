@@ -141,6 +141,8 @@ class Router(nn.Module):
         found = score(hidden, context)
         scored = found if isinstance(found, Scored) else Scored(found)
         logits, unmixed, carry = scored.logits, None, None
+        if (columns := logits.shape[-1]) != (needed := self.num_experts + len(self.virtual)):
+            raise ValueError(f"{self.spec}: the scores are of {columns} experts, not of {needed}: use layer.columns")
         probs = normalize(logits)  # [B, T, E]
         if mix is not None:
             unmixed = probs
@@ -151,7 +153,7 @@ class Router(nn.Module):
         if scored.carry:
             carry = {**(carry or {}), **scored.carry}
         # logits still differ where probabilities are rounded to 0 or 1
-        choice = logits if mix is None and normalize.increasing else probs
+        choice = logits if normalize.increasing and (mix is None or probs is unmixed) else probs
         scores = Scores(logits, probs, choice, scored.extra, unmixed)
         if self.replayed is None:
             chosen = select(scores, self.top_k, context)
@@ -239,8 +241,13 @@ class Router(nn.Module):
         if context.padding_mask is not None:
             check_padding_mask(context.padding_mask, hidden.shape[:2], f"{self.spec}: ")
         for need in self.needs:
-            if getattr(context, need) is None:
+            if (given := getattr(context, need)) is None:
                 raise ValueError(f"{self.spec}: the router needs RoutingContext.{need}, which this model does not give")
+            if need in ("token_ids", "attention"):
+                seen, there = given.shape if need == "token_ids" else given.output.shape[:2], hidden.shape[:2]
+                if seen != there:
+                    told = " tokens, the hidden states of ".join(" x ".join(map(str, one)) for one in (seen, there))
+                    raise ValueError(f"{self.spec}: RoutingContext.{need} is of {told}")
 
     def _check_training(self) -> None:
         if self.top_k == 1 and self.select.renormalize and any(p.requires_grad for p in self.score.parameters()):

@@ -170,15 +170,9 @@ class AttentionInform(TokenMixer):
         yield from self._posterior(given).weights(self._head(given.context, given.visible))
 
     def _posterior(self, given: Given) -> Posterior:
-        trace, probs = _trace(given.context), given.probs
-        if (trace.query.shape[0], trace.query.shape[2]) != probs.shape[:2]:
-            raise ValueError(
-                f"RoutingContext.attention is of {trace.query.shape[0]} x {trace.query.shape[2]} tokens, "
-                f"the hidden states of {probs.shape[0]} x {probs.shape[1]}"
-            )
         before = None if given.past is None else given.past["probs"]
         factor = 1.0 if self.factor == "one" else None
-        return Posterior(trace, probs, before, self.sigma, given.visible, factor)
+        return Posterior(_trace(given.context), given.probs, before, self.sigma, given.visible, factor)
 
     def _head(self, context: RoutingContext, visible: Visible) -> Tensor | None:
         """Heads [1] or [B]; None: all heads."""

@@ -59,7 +59,7 @@ class TokenMixer(Mixer):
             return probs, self._carry(probs, hidden, context), {}
         given = self._given(probs, hidden, context)
         mixed = self.mix(given) if self.strength else probs
-        if self.strength != 1:
+        if 0 < self.strength < 1:
             mixed = torch.lerp(probs, mixed, self.strength)
         return mixed, self._carry(probs, hidden, context), self.statistics(context, given.visible)
 
