@@ -91,9 +91,9 @@ def test_sigmoid_gates_with_trained_noise_by_transcription() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", ["xmoe@noisy-topk", "recurrent@vmoe", "hyperrouter@compete", "smoe:gate=sigmoid@dynmoe"]
+    "spec", ["xmoe@noisy-topk", "recurrent@vmoe", "hyperrouter@compete", "smoe:gate=sigmoid@dynmoe", "smoe:weigh=input"]
 )
-def test_an_extended_scorer_is_copied_and_pickled(spec: str) -> None:
+def test_a_router_is_copied_and_pickled(spec: str) -> None:
     router = build(spec)
     for other in (copy.deepcopy(router), pickle.loads(pickle.dumps(router))):
         assert type(other.score) is type(router.score)

@@ -223,6 +223,11 @@ def apart(selection: Selection, given: LossInput, *, virtual: int) -> Selection:
     return replace(left, how=Virtual(first=given.num_experts, every=experts, shares=shares, inner=left.combine))
 
 
+def inputs(selection: Selection, given: LossInput) -> Selection:
+    """Combine weights multiply the inputs of experts."""
+    return replace(selection, how=on_inputs(selection.combine))
+
+
 def all_outputs(selection: Selection, given: LossInput, *, scale: float, renormalize: bool) -> Selection:
     """Scores of the experts that were not chosen get a gradient, as if their outputs had entered with these weights."""
     gone = members(selection.experts, given.num_experts)
@@ -258,5 +263,5 @@ def after_the_choice(
     if options["dense_gradient"]:
         found.append(partial(all_outputs, scale=scale, renormalize=renormalize))
     if options["weigh"] == "input":
-        found.append(lambda selection, given: replace(selection, how=on_inputs(selection.combine)))
+        found.append(inputs)
     return limit, tuple(found)
