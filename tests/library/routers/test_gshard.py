@@ -93,6 +93,12 @@ def test_the_second_is_drawn_by_its_probability() -> None:
     assert abs(share - 0.6) <= 4 * (0.6 * 0.4 / tokens) ** 0.5
 
 
+def test_a_drawn_one_is_another_also_where_probabilities_are_0() -> None:
+    routing = route(with_probs("gshard:second=sampled", [1.0, 0.0, 0.0, 0.0]), torch.zeros(1, 200, 3))
+    assert routing.probs[0].tolist() == [1, 0, 0, 0]
+    assert routing.experts[:, 1].unique().tolist() == [1, 2, 3]
+
+
 def test_a_drop_by_capacity_leaves_the_other_weight() -> None:
     """DeepSpeed would renormalise after it; the paper does not."""
     router = with_probs("gshard:second=all:capacity=0.75", [0.5, 0.3, 0.2])

@@ -41,7 +41,8 @@ class FirstAndSecond(Selector):
         experts = top_k(choice, k)
         if rule == "sampled" and k > 1:
             gumbel = -own_rows(lambda shape: choice.new_empty(shape).exponential_(), choice.shape, self.ranks).log()
-            drawn = (scores.probs.flatten(0, 1).detach().log() + gumbel).scatter(1, experts[:, :1], -torch.inf)
+            # where p is 0 in floating point, still above the first, which is taken
+            drawn = (probs.detach().log().clamp_min(-1e3) + gumbel).scatter(1, experts[:, :1], -torch.inf)
             experts = torch.cat([experts[:, :1], top_k(drawn, k - 1)], 1)
         weights = self.renormalized(probs.gather(-1, experts))
         if rule in ("random", "threshold") and k > 1:
