@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pointsman import build_router
+from pointsman import build_router, build_routers
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])
@@ -22,3 +22,18 @@ def test_evaluation_after_an_optimizer_step_is_of_the_new_embedding(options: dic
         fresh = router.eval()(hidden).logits.detach()  # with gradients enabled nothing is cached
         torch.testing.assert_close(cached, fresh, rtol=0, atol=0)
         assert not torch.equal(before, cached)
+
+
+@pytest.mark.parametrize("generate", ["whole", "expert"])
+def test_a_shared_hypernetwork_that_one_router_loads_is_the_others_too(generate: str) -> None:
+    spec = f"hyperrouter:hyper_dim=8:share=true:generate={generate}"
+    first, second, saved = (
+        router.eval() for pair in (2, 1) for router in build_routers(spec, layers=pair, dim=16, num_experts=4)
+    )
+    hidden = torch.randn(5, 16)
+    with torch.no_grad():
+        before = second(hidden).logits
+        first.load_state_dict(saved.state_dict())
+        after = second(hidden).logits
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(after, second(hidden).logits.detach(), rtol=0, atol=0)
