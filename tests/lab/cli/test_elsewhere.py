@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from pointsman.routers.papers.topk import LinearScorer
 @register_router("mine", paper="nowhere")
 def mine(layer: LayerSpec, *, sharpness: float = 1.0) -> Stages:
     """A linear router under another name."""
-    return Stages(LinearScorer(layer.dim, layer.num_experts))
+    return Stages(LinearScorer(layer.dim, layer.columns))
 '''
 RUN = [
     "--router", "mine", "--preset", "tiny", "--steps", "2", "--eval-tokens", "128", "--top-k", "2",
@@ -37,6 +38,7 @@ RUN = [
 def forget() -> None:
     """As if the process were a new one."""
     registry.ROUTERS.pop("mine", None)
+    elsewhere._FOUND.clear()
     for name in [name for name in sys.modules if name.startswith(("pointsman_import_", "my_"))]:
         del sys.modules[name]
 
@@ -100,6 +102,18 @@ def test_a_module_and_a_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (file.parent / "my_module.py").write_text(SOURCE)
     assert elsewhere.import_routers("my_module") == "my_module"
     assert "mine" in list_routers()
+
+
+def test_a_module_that_was_imported_before(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own routers came then; of another nothing comes, however often it is named."""
+    monkeypatch.syspath_prepend(str(file.parent))
+    (file.parent / "my_module.py").write_text(SOURCE)
+    import_module("my_module")
+    assert elsewhere.import_routers("my_module") == "my_module"
+    (file.parent / "empty.py").write_text("")
+    for name in ("os", str(file.parent / "empty.py")) * 2:
+        with pytest.raises(ValueError, match="registers no router"):
+            elsewhere.import_routers(name)
 
 
 @pytest.mark.parametrize(

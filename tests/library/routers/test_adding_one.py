@@ -1,14 +1,20 @@
 """A router of one's own: the example of docs/routers/index.md, as it stands, and what a scorer is given."""
 
 import re
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from pointsman import MoE, RoutingContext, build_router
 from pointsman.routers.frame import registry
-from pointsman.routers.papers.topk import LinearScorer
+from pointsman.routers.frame.registry import LayerSpec
+from pointsman.routers.frame.stages import Stages
+from pointsman.routers.papers.topk import LinearScorer, linear_scores
 
 
 def test_the_example_of_the_page_runs() -> None:
@@ -20,9 +26,57 @@ def test_the_example_of_the_page_runs() -> None:
         layer = MoE(8, 8, 4, router="mine:sharpness=2")
         assert layer(torch.randn(2, 3, 8)).shape == (2, 3, 8)
         assert layer.router.score.sharpness == 2.0
+        routing = build_router("mine@smoe:nulls=2", dim=8, num_experts=4)(torch.randn(2, 3, 8))
+        assert routing.probs.shape == (6, 4 + 2)
         assert registry.entry("mine").summary.startswith("One line that")
     finally:
         registry.ROUTERS.pop("mine", None)
+
+
+@pytest.fixture
+def register() -> Iterator[Callable[..., Any]]:
+    """`register_router`, undone afterwards."""
+    before = dict(registry.ROUTERS)
+    yield partial(registry.register_router, paper="none")
+    registry.ROUTERS.clear()
+    registry.ROUTERS.update(before)
+
+
+def test_scores_without_virtual_experts_are_no_scores_with_them(register: Callable[..., Any]) -> None:
+    register("flat")(lambda layer: Stages(LinearScorer(layer.dim, layer.num_experts)))
+    assert build_router("flat", dim=8, num_experts=4)(torch.randn(3, 8)).probs.shape == (3, 4)
+    with pytest.raises(ValueError, match=r"flat@smoe:nulls=2: the scores are of 4 experts, not of 6: use "):
+        build_router("flat@smoe:nulls=2", dim=8, num_experts=4)(torch.randn(3, 8))
+
+
+def test_virtual_experts_need_no_option_for_their_kind(register: Callable[..., Any]) -> None:
+    def choice(layer: LayerSpec, stages: Stages, *, nulls: int = 0) -> Stages:
+        return stages
+
+    register("counted", scores=linear_scores)(choice)
+    assert build_router("counted", dim=8, num_experts=4).virtual == ()
+    assert build_router("counted:nulls=1", dim=8, num_experts=4).virtual == ("zero",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"needs": "probability"}, "router 'mine': unknown 'probability': allowed: distribution, "),
+        ({"needs": "nothing|sofmax"}, "unknown 'sofmax': did you mean 'softmax'"),
+        ({"defaults": {"bais": False}}, "router 'mine': unknown 'bais': did you mean 'bias'"),
+        ({}, "option 'sharpness' needs a type, as in sharpness: float = "),
+    ],
+)
+def test_mistakes_in_what_is_registered_are_told_at_once(
+    fields: dict[str, Any], says: str, register: Callable[..., Any]
+) -> None:
+    def choice(layer: LayerSpec, stages: Stages, *, sharpness=1.0) -> Stages:  # type: ignore[no-untyped-def]
+        return stages
+
+    if fields:
+        choice.__annotations__["sharpness"] = float
+    with pytest.raises(ValueError, match=says):
+        register("mine", scores=linear_scores, **fields)(choice)
 
 
 def test_a_scorer_with_a_forward_of_its_own_gets_raised_hidden_states() -> None:

@@ -15,6 +15,10 @@ def test_keyword_options_enter_the_spec() -> None:
     assert build_router("hyperrouter", dim=8, num_experts=4, hyper_dim=16).spec == "hyperrouter:hyper_dim=16"
 
 
+def test_a_number_may_stand_for_the_word_of_an_option() -> None:
+    assert build_router("compete", dim=8, num_experts=4, version=1).spec == "compete:version=1"
+
+
 def test_several_specs_are_cycled_over_the_layers() -> None:
     specs = [router.spec for router in build_routers("smoe|switch", layers=3, dim=8, num_experts=4)]
     assert specs == ["smoe", "switch", "smoe"]

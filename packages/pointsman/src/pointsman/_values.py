@@ -42,8 +42,8 @@ def convert(value: Any, kind: Any, where: str) -> Any:
     name = where.replace(".", " ").split()[-1]
     kinds = list(get_args(kind)) if get_origin(kind) in (Union, types.UnionType) else [kind]
     for one in kinds:
-        if get_origin(one) is Literal and value in get_args(one):
-            return value
+        if get_origin(one) is Literal and (same := [name for name in get_args(one) if name in (value, str(value))]):
+            return same[0]
         if one is type(None) and value in (None, "none", "None"):
             return None
         if one is bool and (isinstance(value, bool) or str(value).lower() in ("true", "false")):

@@ -12,10 +12,12 @@ import warnings
 from importlib import import_module, metadata
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 from pointsman.routers.frame.entries import MIXERS, ROUTERS
 
 GROUP = "pointsman.routers"
+_FOUND: set[str] = set()  # what `import_routers` has found routers in
 
 
 def load_installed() -> None:
@@ -44,27 +46,31 @@ def import_routers(name: str) -> str:
         raise ValueError(f"{where}: allowed are a module, as package.module, and a file that ends in .py")
     if path is not None and not path.is_file():
         raise ValueError(f"{where}: there is no such file")
-    module = name if path is None else f"pointsman_import_{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}"
-    if module in sys.modules:
-        return name if path is None else str(path)
+    recorded = name if path is None else str(path)
+    if recorded in _FOUND:
+        return recorded
     before = len(ROUTERS | MIXERS)
     try:
         if path is None:
-            import_module(module)
+            import_module(name)
         else:
-            _import_file(module, path)
+            import_file("pointsman_import", path)
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing and f"{module}.".startswith(f"{missing}."):
+        if missing and f"{name}.".startswith(f"{missing}."):
             hint = f"; did you mean {name}.py?" if Path(f"{name}.py").is_file() else ""
             raise ValueError(f"{where}: there is no module {missing!r}{hint}") from None
         raise ValueError(f"{where}: it fails with {_told(error)}") from None
-    if before == len(ROUTERS | MIXERS):
+    packages = {(one.choose or one.build).__module__.partition(".")[0] for one in (ROUTERS | MIXERS).values()}
+    if before == len(ROUTERS | MIXERS) and name.partition(".")[0] not in packages:  # nor when it was imported before
         raise ValueError(f"{where}: it registers no router; it needs a function under @register_router(…)")
-    return name if path is None else str(path)
+    _FOUND.add(recorded)
+    return recorded
 
 
-def _import_file(module: str, path: Path) -> None:
+def import_file(prefix: str, path: Path) -> ModuleType:
+    """Runs the file with this absolute path as a module whose name begins so; its folder joins the search path."""
+    module = f"{prefix}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}"
     spec = spec_from_file_location(module, path)
     assert spec is not None
     assert spec.loader is not None
@@ -77,6 +83,7 @@ def _import_file(module: str, path: Path) -> None:
     except BaseException:
         del sys.modules[module]
         raise
+    return loaded
 
 
 def _told(error: Exception) -> str:

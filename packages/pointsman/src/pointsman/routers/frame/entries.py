@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 from torch import nn
 
 from pointsman._errors import did_you_mean
-from pointsman.routers.frame.stages import Mixer, Stages
+from pointsman.routers.frame.stages import NEEDS, Mixer, Stages
 
 BASELINES = {
     "dense": "One feed-forward layer with the parameters of all experts; no router.",
@@ -144,12 +144,11 @@ class Entry:
 
 
 def _options(build: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    hints = get_type_hints(build)
-    return {
-        name: parameter.replace(annotation=hints[name])
-        for name, parameter in inspect.signature(build).parameters.items()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    }
+    hints, given = get_type_hints(build), inspect.signature(build).parameters
+    found = {name: one for name, one in given.items() if one.kind is inspect.Parameter.KEYWORD_ONLY}
+    for name in found.keys() - hints:
+        raise ValueError(f"{build.__name__}: option {name!r} needs a type, as in {name}: float = …")
+    return {name: one.replace(annotation=hints[name]) for name, one in found.items()}
 
 
 ROUTERS: dict[str, Entry] = {}
@@ -205,6 +204,10 @@ def _add(table: dict[str, Entry], new: Entry) -> None:
     taken = sorted(set(new.options) & set(COMMON.options)) if table is ROUTERS else []
     if taken:
         raise ValueError(f"router {new.name!r}: every router has an option {taken[0]!r}; choose another name for yours")
+    for words, names in ((new.needs.replace("|", " ").split(), set(NEEDS)), (new.defaults, set(new.of_scores))):
+        for word in words:
+            if word not in names:
+                raise ValueError(f"router {new.name!r}: unknown {word!r}: {did_you_mean(word, names)}")
     table[new.name] = new
 
 
@@ -235,7 +238,8 @@ def register_router(
         fixed_k: whether every token uses all experts, so that k is E and cannot be set.
 
     Raises:
-        ValueError: another router or mixer has that name, or an option of the function is one of every router.
+        ValueError: another router or mixer has that name, an option of the function has no type or is one of every
+            router, or `needs` or `defaults` has an unknown name.
     """
 
     def add(function: Callable[..., Stages]) -> Callable[..., Stages]:

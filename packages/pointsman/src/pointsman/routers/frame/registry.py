@@ -204,7 +204,7 @@ def build_router(
     layer = LayerSpec(dim, num_experts, check_top_k(top_k, num_experts), {} if shared is None else shared, vocab_size)
     layer.place, layer.scores, layer.choice = place, parsed.router, entry.name
     layer.renormalize = entry.renormalize(layer) if common["renormalize"] is None else common["renormalize"]
-    if of_choice.get("nulls") == 0 and of_choice["kind"] != "zero":
+    if of_choice.get("nulls") == 0 and of_choice.get("kind", "zero") != "zero":
         raise ValueError(f"{where}kind={of_choice['kind']} needs nulls, the number of virtual experts")
     layer.virtual = steps.virtual_experts(entry.name, of_choice.get("nulls", 0), of_choice.get("kind", "zero"))
     stages, select = _stages(parsed, layer, of_scores, of_choice, where)
