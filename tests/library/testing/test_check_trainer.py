@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,7 +14,8 @@ import torch
 from torch import nn
 
 from pointsman.testing import check_trainer
-from pointsman.testing.trainers.case import Batch
+from pointsman.testing.trainers import check
+from pointsman.testing.trainers.case import Batch, Trainer
 from pointsman.testing.trainers.check import find_trainer, verdicts
 from pointsman.testing.trainers.own import OwnStep
 
@@ -51,6 +55,7 @@ def test_what_is_unknown_is_refused() -> None:
     cases: tuple[tuple[Any, tuple[str, ...], str], ...] = (
         ("trainer", (), "allowed: a function, FILE.py:function"),
         ("nothing.py:step", (), "there is no file nothing.py"),
+        ("no_such.deep:step", (), "trainer 'no_such.deep:step': there is no module 'no_such'"),
         (f"{__file__}:stepp", (), "has no function 'stepp'"),
         (step, ("packed",), "did you mean 'packing'"),
     )
@@ -60,6 +65,53 @@ def test_what_is_unknown_is_refused() -> None:
     with pytest.raises(ValueError, match="allowed: own, pointsman"):
         check_trainer(step, "none")
     assert isinstance(find_trainer(f"{__file__}:step"), OwnStep)
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a package `my_package` of two files, and the same two files beside it."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    source = """
+from __future__ import annotations
+from dataclasses import dataclass
+from pointsman.testing.trainers.case import Trainer
+from {}my_own import RATE
+
+@dataclass
+class Config:
+    rate: float = RATE
+
+class Mine(Trainer):
+    pass
+
+def step(model, batches):
+    return Config()
+"""
+    (tmp_path / "my_package").mkdir()
+    for name, text in (("my_own", "RATE = 1"), ("my_file", source.format("")), ("__init__", "")):
+        (tmp_path / f"{name}.py").write_text(text)
+        (tmp_path / "my_package" / f"{name}.py").write_text(text.replace("from my_own", "from .my_own"))
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith(("my_", "pointsman_trainer_"))]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("module", ["my_package.my_file", "my_file", "__main__"])
+def test_what_another_process_imports(module: str, written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package's file as part of it; of a script, which is __main__ here alone, the file."""
+    if module == "__main__":
+        found = ModuleType("__main__")
+        found.__file__, found.__spec__ = str(written / "my_file.py"), None
+        monkeypatch.setitem(sys.modules, "__main__", found)
+        exec(compile((written / "my_file.py").read_text(), found.__file__, "exec"), found.__dict__)
+    else:
+        found = import_module(module)
+    place = module if "." in module else written / "my_file.py"
+    monkeypatch.setattr(check, "_ranks", lambda trainer, name, balance: name)
+    for trainer, name in ((found.step, "step"), (found.Mine(), "Mine")):
+        told: Any = next(iter(verdicts(trainer, lines=["ranks"])))
+        assert told == f"{place}:{name}"
+        assert isinstance(find_trainer(told), OwnStep if name == "step" else Trainer)
 
 
 @pytest.mark.slow

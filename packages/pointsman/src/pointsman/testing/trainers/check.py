@@ -6,7 +6,6 @@ python -m pointsman.testing.trainers.check TRAINER BALANCE OUT       # one of tw
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import os
 import socket
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from pointsman._errors import did_you_mean
+from pointsman.routers.frame.elsewhere import import_file
 from pointsman.testing.trainers import coefficient
 from pointsman.testing.trainers.case import Setting, Trainer
 from pointsman.testing.trainers.coefficient import FACTOR
@@ -41,13 +41,14 @@ def find_trainer(name: str) -> Trainer:
     if place.endswith(".py"):
         if not Path(place).is_file():
             raise ValueError(f"trainer {name!r}: there is no file {place}")
-        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = import_file("pointsman_trainer", Path(place).absolute())
     else:
-        module = importlib.import_module(place)
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            if not f"{place}.".startswith(f"{error.name}."):
+                raise
+            raise ValueError(f"trainer {name!r}: there is no module {error.name!r}") from None
     found = getattr(module, attribute, None)
     if not callable(found):
         raise ValueError(f"trainer {name!r}: {place} has no function {attribute!r}")
@@ -68,7 +69,7 @@ def verdicts(
     if isinstance(trainer, str):
         found, name = find_trainer(trainer), trainer
     elif isinstance(trainer, Trainer):
-        found, name = trainer, f"{type(trainer).__module__}:{type(trainer).__name__}"
+        found, name = trainer, _reference(type(trainer))
     else:
         found, name = OwnStep(trainer), _reference(trainer)
     for line in lines or LINES:
@@ -76,10 +77,12 @@ def verdicts(
 
 
 def _reference(step: Callable[..., object]) -> str:
-    """`FILE.py:function` of a function at the top of a file; "" for another."""
+    """`FILE.py:name`, or of a file in a package `module:name`, of what stands at the top of a file; "" for another."""
     name = getattr(step, "__qualname__", "")
+    spec = getattr(sys.modules.get(getattr(step, "__module__", "")), "__spec__", None)
     try:
-        return f"{inspect.getsourcefile(step)}:{name}" if name.isidentifier() else ""
+        place = spec.name if spec and spec.parent else inspect.getsourcefile(step)
+        return f"{place}:{name}" if name.isidentifier() else ""
     except TypeError:
         return ""
 
