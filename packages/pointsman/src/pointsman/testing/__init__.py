@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,20 +15,11 @@ if TYPE_CHECKING:
     from pointsman.testing.trainers.check import check_trainer
 
 __all__ = ["CHECKS", "Case", "check_router", "check_trainer"]
+_FILES = {"Case": "case", "CHECKS": "contract", "check_router": "contract", "check_trainer": "trainers.check"}
 
 
 def __getattr__(name: str) -> Any:
     # pytest imports this package with the plugin, in every project of the environment: without torch
-    if name == "Case":
-        from pointsman.testing.case import Case
-
-        return Case
-    if name in ("CHECKS", "check_router"):
-        from pointsman.testing import contract
-
-        return getattr(contract, name)
-    if name == "check_trainer":
-        from pointsman.testing.trainers.check import check_trainer
-
-        return check_trainer
-    raise AttributeError(f"module 'pointsman.testing' has no attribute {name!r}")
+    if name not in _FILES:
+        raise AttributeError(f"module 'pointsman.testing' has no attribute {name!r}")
+    return getattr(import_module(f"pointsman.testing.{_FILES[name]}"), name)

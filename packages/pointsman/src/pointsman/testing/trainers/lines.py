@@ -42,8 +42,8 @@ class Verdict:
     told: str
 
 
-def _moved(trainer: Trainer, batches: Sequence[Batch], setting: Setting, evaluated: bool) -> tuple[Tensor, Tensor, int]:
-    """How far one step moves the last layer's bias, how far it should, and after how many tokens of evaluation."""
+def _moved(trainer: Trainer, batches: Sequence[Batch], setting: Setting, evaluated: bool) -> tuple[Tensor, Tensor]:
+    """How far one step, perhaps after an evaluation, moves the last layer's bias, and how far it should."""
     asked = replace(setting, bias=True)
     model = trainer.model(asked)
     before = trainer.biases(model)[-1].detach().double().clone()
@@ -51,35 +51,20 @@ def _moved(trainer: Trainer, batches: Sequence[Batch], setting: Setting, evaluat
         trainer.evaluate(model, [batch(rows(8, 7, equal=False))], asked)
     trainer.train(model, [batches], asked)
     after = trainer.biases(model)[-1].detach().double()
-    count = torch.zeros_like(before)
-    for _, weight, hidden in _states(trainer, batches, asked):
-        chosen = (hidden @ weight.T).topk(asked.k, -1).indices.reshape(-1)  # the bias is 0 before the first step
-        count += torch.bincount(chosen, minlength=len(before))
-    return after - before, BIAS_RATE * torch.sign(count.mean() - count), len(batches)
-
-
-def _states(trainer: Trainer, batches: Sequence[Batch], setting: Setting) -> list[tuple[int, Tensor, Tensor]]:
-    """(micro-batch, weight, hidden states) of the last layer, in float64."""
-    model = trainer.model(setting)
-    weight = trainer.gates(model)[-1][1].detach().double()
-    states = hidden_states(trainer, model, batches)
-    width = states[0][-1].shape[-1]
-    return [(place, weight.reshape(-1, width), one[-1].double()) for place, one in enumerate(states)]
-
-
-def _centred(moved: Tensor) -> Tensor:
-    return moved - moved.mean()  # a common shift changes no choice, and some engines take it away
+    count = _counts(trainer, batches, asked, -1).double()  # the bias is 0 before the first step
+    return after - before, BIAS_RATE * torch.sign(count.mean() - count)
 
 
 def bias_once(trainer: Trainer, setting: Setting) -> tuple[bool, str]:
     """A balancing bias moves once in an optimizer step, by what all its micro-batches chose."""
     batches = [batch(part) for part in rows(4, 3, equal=False).chunk(4)]
-    moved, wanted, count = _moved(trainer, batches, setting, evaluated=False)
+    moved, wanted = _moved(trainer, batches, setting, evaluated=False)
     if not bool(moved.any()):
         raise NotApplicable("its bias never moves")
-    far = float((_centred(moved) - _centred(wanted)).abs().max())
+    apart = moved - wanted
+    far = float((apart - apart.mean()).abs().max())  # a common shift changes no choice; some engines take it away
     steps = float(moved.abs().max()) / BIAS_RATE
-    return far < BIAS_RATE / 100, f"by {steps:.3g} rates in a step of {count} micro-batches" + (
+    return far < BIAS_RATE / 100, f"by {steps:.3g} rates in a step of {len(batches)} micro-batches" + (
         "" if far < BIAS_RATE / 100 else ", not by the sign of what they chose together"
     )
 
@@ -87,10 +72,10 @@ def bias_once(trainer: Trainer, setting: Setting) -> tuple[bool, str]:
 def bias_in_evaluation(trainer: Trainer, setting: Setting) -> tuple[bool, str]:
     """Evaluation neither moves a balancing bias nor is counted for its next move."""
     batches = [batch(rows(2, 3, equal=False))]
-    moved, _, _ = _moved(trainer, batches, setting, evaluated=False)
+    moved, _ = _moved(trainer, batches, setting, evaluated=False)
     if not bool(moved.any()):
         raise NotApplicable("its bias never moves")
-    after, _, _ = _moved(trainer, batches, setting, evaluated=True)
+    after, _ = _moved(trainer, batches, setting, evaluated=True)
     far = float((after - moved).abs().max()) / BIAS_RATE
     return far < 0.01, "the same move" if far < 0.01 else f"another move, by {far:.3g} rates"
 
@@ -115,14 +100,13 @@ def experts_train(trainer: Trainer, setting: Setting) -> tuple[bool, str]:
     asked = replace(setting, experts=8)
     model = trainer.model(asked)
     before = [one.detach().clone() for one in trainer.experts(model)]
-    with torch.no_grad():
-        states = _first_layer(trainer, batches, asked)
+    counts = _counts(trainer, batches, asked, 0)
     trainer.train(model, [batches, batches], asked)
     moved = torch.stack(
         [(new.detach() - old).flatten(1).norm(dim=1) for new, old in zip(trainer.experts(model), before, strict=True)]
     )
     changed = {place for place, far in enumerate(moved.amin(0).tolist()) if far > 0}
-    used = {place for place, count in enumerate(states.tolist()) if count > 0}
+    used = {place for place, count in enumerate(counts.tolist()) if count > 0}
     missing = sorted(used - changed)
     norms = moved.square().sum(0).sqrt()[sorted(used)]
     return not missing, (
@@ -132,11 +116,11 @@ def experts_train(trainer: Trainer, setting: Setting) -> tuple[bool, str]:
     )
 
 
-def _first_layer(trainer: Trainer, batches: Sequence[Batch], setting: Setting) -> Tensor:
-    """Tokens of each expert of the first layer in a plain forward."""
+def _counts(trainer: Trainer, batches: Sequence[Batch], setting: Setting, layer: int) -> Tensor:
+    """Tokens of each expert of a layer in a plain forward."""
     model = trainer.model(setting)
-    weight = trainer.gates(model)[0][1].detach().double()
-    hidden = torch.cat([one[0] for one in hidden_states(trainer, model, batches)]).double()
+    weight = trainer.gates(model)[layer][1].detach().double()
+    hidden = torch.cat([one[layer] for one in hidden_states(trainer, model, batches)]).double()
     weight = weight.reshape(-1, hidden.shape[-1])
     return torch.bincount((hidden @ weight.T).topk(setting.k, -1).indices.reshape(-1), minlength=len(weight))
 
@@ -156,16 +140,11 @@ def resuming(trainer: Trainer, setting: Setting) -> tuple[bool, str]:
         for name, value in whole.state_dict().items()
         if isinstance(value, Tensor) and value.numel()
     }
-    for place, (left, right) in enumerate(_biases(trainer, asked, whole, again)):
+    biases = zip(trainer.biases(whole), trainer.biases(again), strict=True) if asked.bias else ()
+    for place, (left, right) in enumerate(biases):
         far[f"bias of layer {place}"] = float((left - right).abs().max())
     worst = max(far, key=far.__getitem__)
     return far[worst] == 0, "bit for bit" if far[worst] == 0 else f"{worst} differs by {far[worst]:.2g}"
-
-
-def _biases(trainer: Trainer, setting: Setting, *models: torch.nn.Module) -> list[tuple[Tensor, ...]]:
-    if not setting.bias:
-        return []
-    return list(zip(*(trainer.biases(model) for model in models), strict=True))
 
 
 def replay(trainer: Trainer, setting: Setting) -> tuple[bool, str]:
