@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,21 +32,8 @@ class Listened(NamedTuple):
     biased: bool
 
 
-class Listener(Protocol):
-    """Observes the routing layers of one model.
-
-    Attributes:
-        layers: name -> what is known of the layer.
-    """
-
-    layers: dict[str, Listened]
-
-    def hooks(self, observe: Observer) -> list[RemovableHandle]:
-        """Calls observe(layer, routing, context, hidden [tokens, dim]), all detached, at every forward of a layer."""
-
-
 class _OwnListener:
-    """Observes the routers of this library."""
+    """Observes the routers of this library; `layers`: name -> what is known of the layer."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -56,6 +43,8 @@ class _OwnListener:
         }
 
     def hooks(self, observe: Observer) -> list[RemovableHandle]:
+        """Calls observe(layer, routing, context, hidden [tokens, dim]), all detached, at every forward of a layer."""
+
         def hook_of(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
                 # (kwargs, routing); without kwargs where another thread takes its own hooks away at this moment
@@ -72,8 +61,8 @@ class _OwnListener:
         return [router.register_forward_hook(hook_of(name), with_kwargs=True) for name, router in routers]
 
 
-def listener(model: nn.Module, asked: str) -> Listener:
-    """What observes the routers of a model, or the gates of a Hugging Face MoE.
+def listener(model: nn.Module, asked: str) -> Any:
+    """What observes the routers of a model, or the gates of a Hugging Face MoE: `_OwnListener`, or the same of gates.
 
     Raises:
         ValueError: layers share a router; or the model has neither, a message that begins with `asked`, the caller.

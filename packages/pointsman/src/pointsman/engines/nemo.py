@@ -49,7 +49,7 @@ class PointsmanGate(nn.Module):
         """The same on every rank: NeMo seeds them differently, and what is frozen in a router is never gathered."""
         sizes = {"dim": self.dim, "num_experts": self.n_experts, "top_k": self.topk}
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
+            torch.default_generator.manual_seed(self.seed)  # and of no device: those are not put back
             return carried(ENGINE, self.spec, **sizes, dropped=True)
 
     def forward(self, x: Tensor, token_mask: Tensor, cp_mesh: Any) -> tuple[Tensor, Tensor, Tensor | None]:
