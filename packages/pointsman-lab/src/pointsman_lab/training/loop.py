@@ -20,7 +20,7 @@ from pointsman_lab.training.checkpoint import write_checkpoint
 from pointsman_lab.training.kernels import autocast
 from pointsman_lab.training.sharded import Saver
 from pointsman_lab.training.state import Diverged, Interrupted, TrainingState
-from pointsman_lab.training.trackers import Library, TensorBoard, Tracker, tracked
+from pointsman_lab.training.trackers import Library, TensorBoard, tracked
 
 
 class Times:
@@ -67,7 +67,7 @@ class TrainingLoop:
         self.best = best
         self.monitor, self.progress, self.stop = monitor, progress, stop
         self.ranks = state.ranks
-        self.trackers: list[Tracker] = []
+        self.trackers: list[TensorBoard | Library] = []
         self.metrics: MetricsFile | None = None  # of rank 0
         self.ranks.by_first(self._open_files)
         self.saver = Saver(self.ranks) if self.ranks.count > 1 else None

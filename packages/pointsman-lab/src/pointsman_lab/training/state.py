@@ -89,20 +89,6 @@ def first_of_ranks(name: str | None, order: Sequence[str], ranks: Ranks) -> str 
     return min(found, key=order.index, default=None)
 
 
-def what_diverged(step: int, loss: float, norm: float, layer: str | None, gradient: Callable[[], str | None]) -> str:
-    """In words what was not finite first."""
-    what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
-    if layer:
-        where = f"the first output that is not finite is that of layer {layer}"
-    elif not math.isfinite(loss):
-        where = "every layer's output is finite, so the fault is in the softmax's loss"
-    elif name := gradient():
-        where = f"the first gradient that is not finite is that of {name}"
-    else:
-        where = "the sum over layers overflows"
-    return f"step {step}: {what}; {where}"
-
-
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The floating-point tensors in what a module returned: tensors, tuples, dicts, dataclasses."""
     if isinstance(value, Tensor):
@@ -255,7 +241,7 @@ class TrainingState:
         return [tuple(tensor[self.ranks.rows(len(tensor))] for tensor in both) for both in whole]  # type: ignore[misc]
 
     def _what_diverged(self, loss: float, size: float) -> str:
-        """Finds the layer: forward once more with the same masks, then the gradients from the loss backwards."""
+        """In words what was not finite first: forward once more with the same masks, then the gradients backwards."""
         if self.sparse:
             set_top_k(self.model, self.schedule(self.step))
 
@@ -265,12 +251,19 @@ class TrainingState:
                 with autocast(self.config, self.device):
                     self.objective.run(self.model, inputs, targets, memory, self.config.memory_length)
 
-        def gradient() -> str | None:
-            return first_of_ranks(first_bad_gradient(self.parameters), list(reversed(self.parameters)), self.ranks)
-
         layers = [name for name, _ in self.model.named_modules()]
         layer = first_of_ranks(first_bad_layer(self.model, forward), layers, self.ranks)
-        return what_diverged(self.step + 1, loss, size, layer, gradient)
+        what = f"the gradient's norm is {size}" if math.isfinite(loss) else f"the loss is {loss}"
+        order = list(reversed(self.parameters))
+        if layer:
+            where = f"the first output that is not finite is that of layer {layer}"
+        elif not math.isfinite(loss):
+            where = "every layer's output is finite, so the fault is in the softmax's loss"
+        elif name := first_of_ranks(first_bad_gradient(self.parameters), order, self.ranks):
+            where = f"the first gradient that is not finite is that of {name}"
+        else:
+            where = "the sum over layers overflows"
+        return f"step {self.step + 1}: {what}; {where}"
 
     def tensors(self, monitor: Monitor | None = None) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint holds: "model", and "trainer" with optimizer, memories and monitor; parts of several ranks'

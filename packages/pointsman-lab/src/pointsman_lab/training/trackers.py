@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pointsman._errors import RunError, needing
 from pointsman.diagnostics.monitor import scalars
@@ -16,14 +16,6 @@ from pointsman_lab._files import within
 from pointsman_lab.runs.paths import TENSORBOARD
 
 PROJECT = "pointsman"
-
-
-class Tracker(Protocol):
-    """Where scalars go."""
-
-    def log(self, values: Mapping[str, float], step: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class TensorBoard:
