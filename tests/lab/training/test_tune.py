@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pointsman._errors import RunError
 from pointsman_lab.cli.main import main
-from pointsman_lab.training.tune import choices, edges, spec_of, takes
+from pointsman_lab.runs.comparison import write_plan
+from pointsman_lab.training.compare import Plan
+from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.tune import choices, edges, spec_of, takes, tuned
 from tests.lab.cli.test_compare import TEXT, arguments
+
+
+class Tune:
+    """tune(routers, *values) -> the plan; the plans of its rounds, whose figures are all alike, are in `rounds`."""
+
+    def __init__(self, settings: Callable[..., RunConfig], out: Path) -> None:
+        self.settings, self.out = settings, out
+        self.rounds: list[Plan] = []
+
+    def __call__(self, routers: str, *told: str, **changes: str) -> Plan:
+        self.rounds.clear()
+        plan = Plan(self.settings(**changes), tuple(routers.split(",")), (0,))
+        return tuned(plan, told, self.out, lambda one, _: self.rounds.append(one), lambda _: None, lambda _: True)
+
+
+@pytest.fixture
+def tune(settings: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tune:
+    run = SimpleNamespace(results=lambda split: {4: {"metric": "bits_per_character", "value": 1.0}})
+    done = SimpleNamespace(runs=defaultdict(lambda: run))
+    monkeypatch.setattr("pointsman_lab.training.tune.read_comparison", lambda folder: done)
+    return Tune(settings, tmp_path / "out")
 
 
 def test_choices_and_specs() -> None:
@@ -29,6 +57,33 @@ def test_choices_and_specs() -> None:
         choices(["a=1,2", "a=3,4"])
     told = edges({"learning_rate=1": [], "learning_rate=2": [], "learning_rate=4": []}, "learning_rate=4")
     assert told.startswith("\nlearning_rate=4 is at the edge")
+
+
+def test_rows_of_the_comparison_keep_their_settings_and_their_curves(tune: Tune, tmp_path: Path) -> None:
+    def write(plan: Plan) -> None:
+        write_plan(
+            tmp_path / "out", settings=plan.settings(), routers=plan.routers, seeds=plan.seeds, command="", kernels={},
+            data="0", tuned=plan.tuned,
+        )  # fmt: skip
+
+    plan = tune("smoe,xmoe", "router_lr_scale=4,8", "learning_rate=1e-3,2e-3")
+    assert plan.routers == ("smoe:lr_scale=4", "xmoe:lr_scale=4")
+    write(replace(plan, routers=("dense", *plan.routers)))  # dense was trained without --tune
+    curve = tmp_path / "out-tuning" / "tuning.json"
+    before = curve.read_text()
+    again = tune("smoe,dense,smoe:lr_scale=4", "router_lr_scale=4,8", "learning_rate=1e-3,2e-3")
+    assert not tune.rounds
+    assert again.routers == ("smoe:lr_scale=4", "dense")
+    assert again.tuned == plan.tuned
+    assert curve.read_text() == before
+    more = tune("smoe,dense,switch", "router_lr_scale=1,8")
+    assert {row for one in tune.rounds for row in one.routers} == {"switch", "switch:lr_scale=8"}
+    assert more.routers == ("smoe:lr_scale=4", "dense", "switch")
+    assert json.loads(curve.read_text())["curve"].keys() == {"smoe", "xmoe", "switch"}
+    assert tune("smoe,xmoe,dense", "router_lr_scale=1,8", eval_split="valid").routers[-1] == "dense"
+    with pytest.raises(RunError, match="batch_size is 4 there, 2 here"):
+        tune("switch", "router_lr_scale=1,8", batch_size="2")
+    assert not tune.rounds
 
 
 @pytest.mark.slow

@@ -14,11 +14,11 @@ from typing import Any
 from pointsman import MoE
 from pointsman._errors import RunError
 from pointsman.routers.frame.entries import BASELINES
-from pointsman_lab._files import write_whole
+from pointsman_lab._files import read_json, write_whole
 from pointsman_lab._grid import NONE, Grid
 from pointsman_lab.runs.comparison import read_comparison, read_plan
 from pointsman_lab.runs.paths import slug
-from pointsman_lab.training.compare import Plan
+from pointsman_lab.training.compare import Plan, merged
 from pointsman_lab.training.config import settings as all_settings
 from pointsman_lab.training.k_schedule import parse_top_k
 
@@ -95,9 +95,11 @@ def tuned(
     """
     if SEED in plan.seeds:
         raise RunError(f"--tune uses seed {SEED}, which is then no seed of a result: fewer --seeds")
-    before = read_plan(out) or {}
+    file = out.with_name(f"{out.name}-tuning") / CURVE
+    before, told_before = read_plan(out) or {}, (read_json(file) or {}).get("curve", {})
     held = before.get("tuned", {})
-    names = {one.get("row", name): name for name, one in held.items()}
+    names = {row: row for row in before.get("routers", ())} | {one.get("row", name): name for name, one in held.items()}
+    merged(replace(plan, routers=tuple(names.get(row, row) for row in plan.routers)), out)  # refused before the rounds
     rows = [row for row in plan.routers if row not in names]
     left = {row: [choice for choice in choices(told) if takes(row, choice)] for row in rows}
     curve: dict[str, dict[str, list[Any]]] = {row: {_text(one): [] for one in left[row]} for row in rows}
@@ -113,7 +115,7 @@ def tuned(
             specs = {row: spec_of(row, choice) for row in rows if choice in left[row]}
             if not specs:
                 continue
-            folder = out.with_name(f"{out.name}-tuning") / f"{steps}-{slug(_text(choice))}"
+            folder = file.with_name(f"{steps}-{slug(_text(choice))}")
             train(replace(plan, base=base, routers=tuple(specs.values()), seeds=(SEED,)), folder)
             done = read_comparison(folder).runs
             for row, spec in specs.items():
@@ -123,11 +125,13 @@ def tuned(
             best = sorted(of, key=lambda one: curve[row][_text(one)][-1])
             left[row] = best[: 1 if share == SHARES[-1] else max(2, math.ceil(len(best) / 2))]
     picked = {spec_of(row, of[0]): {"row": row, **dict(of[0])} for row, of in left.items()}
-    write_whole(out.with_name(f"{out.name}-tuning") / CURVE, json.dumps({"seed": SEED, "k": k, "curve": curve}) + "\n")
+    if curve:
+        kept = {row: values for row, values in told_before.items() if row in names}
+        write_whole(file, json.dumps({"seed": SEED, "k": k, "curve": {**kept, **curve}}) + "\n")
     for row, values in curve.items():
         say(_table(row, values, _text(left[row][0]), plan.base.steps))
-    routers = tuple(names.get(row) or spec_of(row, left[row][0]) for row in plan.routers)
-    return replace(plan, routers=routers, tuned={**held, **picked})
+    routers = dict.fromkeys(names.get(row) or spec_of(row, left[row][0]) for row in plan.routers)
+    return replace(plan, routers=tuple(routers), tuned={**held, **picked})
 
 
 def _value(result: Mapping[str, Any], lower_is_better: Callable[[str], bool]) -> float:
