@@ -41,15 +41,22 @@ def tune(settings: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest
     return Tune(settings, tmp_path / "out")
 
 
-def test_choices_and_specs() -> None:
+def test_choices_and_specs(settings: Callable[..., RunConfig]) -> None:
     assert choices(["learning_rate=5e-4..4e-3"]) == [
         (("learning_rate", value),) for value in ("0.0005", "0.001", "0.002", "0.004")
     ]
     both = choices(["learning_rate=1e-3,2e-3", "router_lr_scale=1,4"])
     assert len(both) == 4
     assert [spec_of("xmoe+similarity", one) for one in both[:2]] == ["xmoe+similarity", "xmoe:lr_scale=4+similarity"]
-    assert [takes(row, both[1]) for row in ("smoe", "dense", "smoe-dropout")] == [True, False, False]
-    assert takes("dense", both[0])
+    assert spec_of("smoe|xmoe@loss-free+similarity", both[1]) == (
+        "smoe:lr_scale=4|xmoe@loss-free:lr_scale=4+similarity"
+    )
+    model = settings(**{"model.num_experts": "8"}).model
+    for row in ("smoe", "smoe|xmoe", "hyperrouter@loss-free", "stable", "loss-free:groups=8:kept=4"):
+        assert takes(row, both[1], model)
+    for row in ("dense", "dense-matched", "smoe-dropout", "frozen-scaled", "hash", "thor"):
+        assert not takes(row, both[1], model)
+        assert takes(row, both[0], model)
     for wrong in ("learning_rate", "learning_rate=", "learning_rate=1", "learning_rate=2..1", "learning_rate=1,,2"):
         with pytest.raises(RunError, match=r"allowed is KEY=A,B,C or KEY=LOW\.\.HIGH"):
             choices([wrong])
@@ -83,6 +90,12 @@ def test_rows_of_the_comparison_keep_their_settings_and_their_curves(tune: Tune,
     assert tune("smoe,xmoe,dense", "router_lr_scale=1,8", eval_split="valid").routers[-1] == "dense"
     with pytest.raises(RunError, match="batch_size is 4 there, 2 here"):
         tune("switch", "router_lr_scale=1,8", batch_size="2")
+    assert not tune.rounds
+
+
+def test_a_row_that_no_choice_fits_is_refused_before_the_rounds(tune: Tune) -> None:
+    with pytest.raises(RunError, match="router_lr_scale: dense has no router whose rate can be scaled; give 1 among"):
+        tune("smoe,dense", "router_lr_scale=2,4")
     assert not tune.rounds
 
 

@@ -11,11 +11,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from pointsman import MoE
+import torch
+
 from pointsman._errors import RunError
-from pointsman.routers.frame.entries import BASELINES
 from pointsman_lab._files import read_json, write_whole
 from pointsman_lab._grid import NONE, Grid
+from pointsman_lab.models.config import build_model
 from pointsman_lab.runs.comparison import read_comparison, read_plan
 from pointsman_lab.runs.paths import slug
 from pointsman_lab.training.compare import Plan, merged
@@ -59,21 +60,19 @@ def spec_of(row: str, choice: Choice) -> str:
     scale = dict(choice).get(ROUTER, "1")
     if float(scale) == 1:
         return row
-    return "|".join(re.sub(r"^[^@+]+", rf"\g<0>:lr_scale={scale}", part) for part in row.split("|"))
+    return "|".join(re.sub(r"^[^+]+", rf"\g<0>:lr_scale={scale}", part) for part in row.split("|"))
 
 
-def takes(row: str, choice: Choice) -> bool:
+def takes(row: str, choice: Choice, model: Any) -> bool:
     """Whether the row has what the choice changes: a router that learns, for another scale of its rate."""
     spec = spec_of(row, choice)
-    if spec == row:
-        return True
-    if row in BASELINES:
-        return False
     try:
-        routers = [MoE(8, 8, num_experts=4, top_k=2, router=part).router for part in spec.split("|")]
+        if spec != row:
+            with torch.device("meta"):
+                build_model(replace(model, router=spec))
     except ValueError:
         return False
-    return any(parameter.requires_grad for router in routers for parameter in router.parameters())
+    return True
 
 
 def tuned(
@@ -101,7 +100,9 @@ def tuned(
     names = {row: row for row in before.get("routers", ())} | {one.get("row", name): name for name, one in held.items()}
     merged(replace(plan, routers=tuple(names.get(row, row) for row in plan.routers)), out)  # refused before the rounds
     rows = [row for row in plan.routers if row not in names]
-    left = {row: [choice for choice in choices(told) if takes(row, choice)] for row in rows}
+    left = {row: [choice for choice in choices(told) if takes(row, choice, plan.base.model)] for row in rows}
+    if fixed := [row for row, of in left.items() if not of]:
+        raise RunError(f"--tune {ROUTER}: {fixed[0]} has no router whose rate can be scaled; give 1 among its values")
     curve: dict[str, dict[str, list[Any]]] = {row: {_text(one): [] for one in left[row]} for row in rows}
     k = parse_top_k(plan.base.train_top_k, plan.base.model.num_experts)[-1]
     for share in SHARES:
