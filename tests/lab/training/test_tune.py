@@ -47,6 +47,7 @@ def test_choices_and_specs(settings: Callable[..., RunConfig]) -> None:
     ]
     both = choices(["learning_rate=1e-3,2e-3", "router_lr_scale=1,4"])
     assert len(both) == 4
+    assert choices(["learning_rate=1e-3, 2e-3", "router_lr_scale= 1 ,4"]) == both
     assert [spec_of("xmoe+similarity", one) for one in both[:2]] == ["xmoe+similarity", "xmoe:lr_scale=4+similarity"]
     assert spec_of("smoe|xmoe@loss-free+similarity", both[1]) == (
         "smoe:lr_scale=4|xmoe@loss-free:lr_scale=4+similarity"
@@ -64,6 +65,9 @@ def test_choices_and_specs(settings: Callable[..., RunConfig]) -> None:
         choices(["a=1,2", "a=3,4"])
     told = edges({"learning_rate=1": [], "learning_rate=2": [], "learning_rate=4": []}, "learning_rate=4")
     assert told.startswith("\nlearning_rate=4 is at the edge")
+    of = {f"train_top_k={k}": [] for k in ("1", "2", "1:2", "1-2", "N")}
+    assert "train_top_k=2 is at the edge" in edges(of, "train_top_k=2")
+    assert not edges(of, "train_top_k=N")
 
 
 def test_rows_of_the_comparison_keep_their_settings_and_their_curves(tune: Tune, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def choices(told: Sequence[str]) -> list[Choice]:
         key, _, values = one.partition("=")
         ends = re.fullmatch(r"([^.,]+(?:\.\d+)?[^.,]*)\.\.(.+)", values)
         try:
-            found = _doubled(*map(float, ends.groups())) if ends else values.split(",")
+            found = _doubled(*map(float, ends.groups())) if ends else [*map(str.strip, values.split(","))]
         except ValueError:
             found = []
         if not key or not all(found) or len(set(found)) < 2:
@@ -160,7 +160,8 @@ def edges(values: Mapping[str, Sequence[float]], best: str) -> str:
     told = ""
     for key, value in (pair.split("=", 1) for pair in best.split()):
         of = [pair.split("=", 1)[1] for text in values for pair in text.split() if pair.startswith(f"{key}=")]
-        numbers = [float(one) for one in of if re.fullmatch(r"[-+.\de]+", one)]
-        if numbers and len(set(numbers)) > 1 and float(value) in (min(numbers), max(numbers)):
+        numbers = {one: float(one) for one in of if re.fullmatch(r"[-+]?\d*\.?\d+([eE][-+]?\d+)?", one)}
+        tried = set(numbers.values())
+        if value in numbers and len(tried) > 1 and numbers[value] in (min(tried), max(tried)):
             told += f"\n{key}={value} is at the edge of what was tried: the best value may lie beyond it"
     return told
