@@ -97,6 +97,12 @@ def test_rows_of_the_comparison_keep_their_settings_and_their_curves(tune: Tune,
     assert not tune.rounds
 
 
+@pytest.mark.parametrize("key", ["data", "tokenizer", "start_from", "seed", "steps", "model.router", "validate_every"])
+def test_what_all_rows_share_is_refused(tune: Tune, key: str) -> None:
+    with pytest.raises(RunError, match=rf"--tune {key}: all rows share it; use --set or its flag"):
+        tune("smoe", f"{key}=3,4")
+
+
 def test_a_row_that_no_choice_fits_is_refused_before_the_rounds(tune: Tune) -> None:
     with pytest.raises(RunError, match="router_lr_scale: dense has no router whose rate can be scaled; give 1 among"):
         tune("smoe,dense", "router_lr_scale=2,4")

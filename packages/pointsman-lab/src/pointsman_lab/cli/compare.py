@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pointsman._errors import RunError
 from pointsman_lab.cli.finetune import TASK_FLAGS, add_compare_flags, fine_tune_comparison, settings_of_comparison
-from pointsman_lab.cli.options import Parser, choose_device, whole, words
+from pointsman_lab.cli.options import Parser, choose_device, overrides, whole, words
 from pointsman_lab.cli.progress import Display, stop_on_signals
 from pointsman_lab.cli.ranks import FLAGS as RANK_FLAGS
 from pointsman_lab.cli.ranks import add_rank_flags, in_a_rank, joined, launched
@@ -114,6 +114,8 @@ def run(arguments: Sequence[str]) -> int:
     if values.out is None:
         data = run_config(values, "smoe").data
         values.out = Path("runs") / f"compare-{Path(data).name.replace(':', ',')}-{values.preset or 'tiny'}"
+    if unread := [key for key in ("seed", "model.router") if key in overrides(values.set)]:
+        raise RunError(f"pointsman compare: --set {unread[0]} has no effect: --seeds and --routers say it")
     use_recorded_imports(values, values.routers)
     command = shlex.join(["pointsman", "compare", *arguments])
     plan = Plan(run_config(values, "smoe"), tuple(values.routers), tuple(range(values.seeds)), command)

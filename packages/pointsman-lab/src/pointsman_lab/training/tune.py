@@ -22,10 +22,13 @@ from pointsman_lab.runs.paths import slug
 from pointsman_lab.training.compare import Plan, merged
 from pointsman_lab.training.config import settings as all_settings
 from pointsman_lab.training.k_schedule import parse_top_k
+from pointsman_lab.training.settings import without_effect
 
 SEED = 1000
 SHARES = (8, 4, 2)
 """A round trains for one part in so many of the steps; after each the better half of a row's choices goes on."""
+SHARED = {"data", "tokenizer", "pieces", "language_exponent", "start_from", "seed", "steps", "model.router"}
+"""Settings that the rows of a comparison have in common, besides those that touch no weight."""
 ROUTER = "router_lr_scale"
 CURVE = "tuning.json"
 Choice = tuple[tuple[str, str], ...]
@@ -94,20 +97,25 @@ def tuned(
     """
     if SEED in plan.seeds:
         raise RunError(f"--tune uses seed {SEED}, which is then no seed of a result: fewer --seeds")
+    every, shared = choices(told), SHARED | without_effect(plan.base.model.family)
+    if "mask_rate" in plan.base.own:  # whose text is cut into blocks once
+        shared |= {"segment_length"}
+    if common := [key for key, _ in every[0] if key in shared]:
+        raise RunError(f"--tune {common[0]}: all rows share it; use --set or its flag")
     file = out.with_name(f"{out.name}-tuning") / CURVE
     before, told_before = read_plan(out) or {}, (read_json(file) or {}).get("curve", {})
     held = before.get("tuned", {})
     names = {row: row for row in before.get("routers", ())} | {one.get("row", name): name for name, one in held.items()}
     merged(replace(plan, routers=tuple(names.get(row, row) for row in plan.routers)), out)  # refused before the rounds
     rows = [row for row in plan.routers if row not in names]
-    left = {row: [choice for choice in choices(told) if takes(row, choice, plan.base.model)] for row in rows}
+    left = {row: [choice for choice in every if takes(row, choice, plan.base.model)] for row in rows}
     if fixed := [row for row, of in left.items() if not of]:
         raise RunError(f"--tune {ROUTER}: {fixed[0]} has no router whose rate can be scaled; give 1 among its values")
     curve: dict[str, dict[str, list[Any]]] = {row: {_text(one): [] for one in left[row]} for row in rows}
     k = parse_top_k(plan.base.train_top_k, plan.base.model.num_experts)[-1]
     for share in SHARES:
         steps = max(1, plan.base.steps // share)
-        for choice in choices(told):
+        for choice in every:
             settings = {key: value for key, value in choice if key != ROUTER}
             base = plan.base.with_overrides({
                 **settings, "steps": str(steps), "eval_top_k": str(k),
