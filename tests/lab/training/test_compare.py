@@ -31,3 +31,17 @@ def test_a_comparison_of_an_earlier_version_goes_on(settings: Callable[..., RunC
     (tmp_path / COMPARISON).write_text(json.dumps(values))
     with pytest.raises(RunError, match=r"model\.rooms: did you mean"):
         merged(more, tmp_path)
+
+
+def test_the_command_of_a_tuned_comparison_names_the_rows_as_asked(
+    settings: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    told = "pointsman compare --routers smoe --tune router_lr_scale=1,4"
+    plan = Plan(settings(), ("smoe:lr_scale=4", "dense"), (0,), told, {"smoe:lr_scale=4": {"row": "smoe"}})
+    write_plan(
+        tmp_path, settings=plan.settings(), routers=plan.routers, seeds=plan.seeds, command=told, kernels={}, data="0",
+        tuned=plan.tuned,
+    )  # fmt: skip
+    assert merged(plan, tmp_path).command == "pointsman compare --routers smoe,dense --tune router_lr_scale=1,4"
+    more = Plan(settings(), ("xmoe",), (0,), "pointsman compare --routers xmoe")
+    assert merged(more, tmp_path).command == "pointsman compare --routers smoe:lr_scale=4,dense,xmoe"

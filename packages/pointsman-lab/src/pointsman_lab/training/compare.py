@@ -111,9 +111,9 @@ def merged(plan: Plan, out: Path) -> Plan:
             f"well ({'; '.join(others)}): they are then evaluated anew"
         )
     held = {**before.get("tuned", {}), **plan.tuned}
-    return replace(
-        plan, routers=routers, seeds=seeds, tuned=held, command=_whole_command(plan.command, routers, len(seeds))
-    )
+    asked = dict.fromkeys(held.get(row, {}).get("row", row) for row in routers) if plan.tuned else routers
+    command = _whole_command(plan.command, tuple(asked), len(seeds))
+    return replace(plan, routers=routers, seeds=seeds, tuned=held, command=command)
 
 
 def _whole_command(command: str, routers: Sequence[str], seeds: int) -> str:
