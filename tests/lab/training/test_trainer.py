@@ -159,6 +159,21 @@ def test_stopped_twice_and_within_evaluation(settings: Settings, run: Callable[.
     assert_equal_runs(unbroken.out, run(config, "broken", resume=True).out)
 
 
+def test_asked_to_stop_while_it_asks_it_saves(
+    settings: Settings, run: Callable[..., TrainResult], tmp_path: Path
+) -> None:
+    class Late(Listener):
+        asked = 0
+
+        def is_set(self) -> bool:
+            self.asked += 1
+            return self.asked > 1
+
+    with pytest.raises(Interrupted) as caught:
+        run(settings(), stop=Late())
+    assert steps_of(tmp_path / "run" / "checkpoints") == [caught.value.step]
+
+
 def test_killed_with_signal_9_and_resumed(
     settings: Settings, run: Callable[..., TrainResult], text_file: Path, tmp_path: Path
 ) -> None:

@@ -109,9 +109,10 @@ class TrainingLoop:
                 with self._diverging():
                     row = state.train_step(self.monitor, self.stop)
                 self._tell(row, due)
-            if self._due(config.checkpoint_every) or self._stopping():
+            stopping = self._stopping()  # asked once: what is not saved now is not called saved below
+            if stopping or self._due(config.checkpoint_every):
                 self.save()
-            if self._stopping():
+            if stopping:
                 self._wait_for_save()
                 raise Interrupted(self.directory.path, state.step)
 
