@@ -217,3 +217,23 @@ def test_the_data_of_several_files(tmp_path: Path) -> None:
     assert told["bytes"] == 12
     assert told["sha256"] == ", ".join(sha256(name.encode()).hexdigest() for name in ("en.txt", "de.txt"))
     assert places == [f"{tmp_path}/en.txt", f"{tmp_path}/de.txt"]
+
+
+@pytest.mark.parametrize("kind", ["", "multilingual:"])
+def test_no_path_of_the_sender_stays(tmp_path: Path, kind: str) -> None:
+    home = tmp_path / "Jürgen"
+    (home / "texts").mkdir(parents=True)
+    source = home / "mine.py"
+    source.write_text(SOURCE)
+    remember(str(source))
+    run = write_run(home / "run")
+    change(run / "config.json", imports=[str(source)], data=f"{kind}{home}/texts")
+    change(run / "evaluation.json", protocol={"data": f"{home}/texts: bytes"})
+    assert main(["share", str(run), "--out", "a.pointsman"]) == 0
+    told = json.loads(zlib.decompress(Path("a.pointsman").read_bytes()))
+    assert told["data"] == {"name": f"{kind}texts", "about": "texts: bytes"}
+    assert "rgen" not in told["record"]
+    assert main(["open", "a.pointsman", "--out", "theirs"]) == 0
+    config = json.loads(Path("theirs/config.json").read_text())
+    assert config["imports"] == [str(Path("theirs/sources/mine.py").resolve())]
+    assert config["data"] == f"{kind}texts"

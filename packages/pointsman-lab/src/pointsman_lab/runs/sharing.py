@@ -99,19 +99,20 @@ def share(folder: Path, out: Path, papers: str = "", cells: Mapping[str, Any] | 
 
 
 def _data(name: str, plan: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What is known of the data, and the paths of the sender's files in it; those of an audit are divided by commas."""
+    """What is known of the data, and the paths of the sender's files and folders in it, as PATH:…, KIND:PATH or A,B."""
     path = Path(name.partition(":")[0])
-    files = [path] if path.is_file() else [one for part in name.split(",") if (one := Path(part)).is_file()]
+    parts = [path] if path.is_file() else [Path(part) for part in re.split("[:,]", name)]
+    files = [one for one in parts if one.is_file()]
+    places = files + [one for one in parts if one.is_absolute() and one.name and one.is_dir()]
     found: dict[str, Any] = {"name": name}
     if isinstance(plan.get("data"), str):
         found["fingerprint"] = plan["data"]
-    if not files:
-        return found, []
-    for one in files:
+    for one in places:
         found["name"] = one.name if one is path else str(found["name"]).replace(str(one), one.name)
-    sums = [checksum(one.resolve()) for one in files]
-    told = {"bytes": sum(one["bytes"] for one in sums), "sha256": ", ".join(one["sha256"] for one in sums)}
-    return found | told, list(map(str, files))
+    if files:
+        sums = [checksum(one.resolve()) for one in files]
+        found |= {"bytes": sum(one["bytes"] for one in sums), "sha256": ", ".join(one["sha256"] for one in sums)}
+    return found, list(map(str, places))
 
 
 def _read_as(folder: Path, files: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,7 +129,8 @@ def _moved(value: Any, moved: Mapping[str, str]) -> Any:
     """JSON, or lines of JSON, with other paths."""
     text = value if isinstance(value, str) else json.dumps(value)
     for old, new in moved.items():
-        text = text.replace(json.dumps(old)[1:-1], json.dumps(new)[1:-1])
+        for form in {json.dumps(old), json.dumps(old, ensure_ascii=False)}:  # the lines of a record escape no letter
+            text = text.replace(form[1:-1], json.dumps(new)[1:-1])
     return text if isinstance(value, str) else parse_json(text)
 
 
