@@ -10,6 +10,7 @@ import pytest
 from pointsman._errors import RunError
 from pointsman_lab.models.encoder import EncoderConfig
 from pointsman_lab.recipes import preset as run_of
+from pointsman_lab.training.best import validated_k
 from pointsman_lab.training.config import RunConfig, differing_settings
 from pointsman_lab.training.config import settings as all_settings
 from pointsman_lab.training.k_schedule import doublings
@@ -168,6 +169,17 @@ def test_another_family_comes_back(settings: Settings) -> None:
 def test_the_seed_is_the_models_too(settings: Settings) -> None:
     assert settings(seed=7).model.seed == 7
     assert differing_settings(settings(), settings(seed=7)) == {"seed": (0, 7), "model.seed": (0, 7)}
+
+
+def test_settings_by_which_a_validation_chooses_may_not_change(settings: Settings) -> None:
+    for key in ("validate_every", "eval_tokens"):
+        last, chosen = ([settings(choose=choose, **{key: n}) for n in (2, 3)] for choose in ("last", "best-valid"))
+        assert not last[0].differing(last[1])
+        assert chosen[0].differing(chosen[1]) == {key: (2, 3)}
+    config = settings(choose="best-valid", train_top_k="2", eval_top_k="1")
+    assert not config.differing(settings(choose="best-valid", train_top_k="2"))
+    assert validated_k(config) == 2
+    assert validated_k(settings("dense", train_top_k="2")) == 4
 
 
 def test_k_values_of_the_evaluation_follow_the_number_of_experts(settings: Settings) -> None:

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from pointsman._errors import RunError
 from pointsman.ranks import ALONE, Ranks
+from pointsman.routers.frame.registry import has_one_k
 from pointsman_lab.runs.checkpoints import Checkpoint
 from pointsman_lab.training.checkpoint import checkpoint_tensors
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.task import Task, evaluated_k
+from pointsman_lab.training.task import Task
 
 FILE = "best"
 
@@ -31,8 +32,7 @@ def best_step(rows: Iterable[Mapping[str, Any]], top_k: int) -> int | None:
 
 def validated_k(config: RunConfig) -> int:
     """The k that weights are chosen by: that of training; of a baseline its number of experts."""
-    own = evaluated_k(config)
-    return config.model.top_k if len(own) > 1 or config.model.top_k in own else min(own)
+    return config.model.num_experts if has_one_k(config.model.router) else config.model.top_k
 
 
 class Best:

@@ -203,6 +203,8 @@ class RunConfig:
     def differing(self, other: RunConfig) -> dict[str, tuple[Any, Any]]:
         """The settings in which another training would be the result: name -> (own value, the other's)."""
         free = without_effect(self.model.family)
+        if self.choose != "last":
+            free = free - {"validate_every", "eval_tokens"}  # when, and of how many rows, a validation chooses
         return {name: values for name, values in differing_settings(self, other).items() if name not in free}
 
     def to_dict(self) -> dict[str, Any]:
