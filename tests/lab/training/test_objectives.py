@@ -77,3 +77,13 @@ def test_label_smoothing_gives_every_class_its_share(settings: Callable[..., Run
     torch.testing.assert_close(outcome.loss, 0.9 * nats - 0.1 * logs[real].mean())
     with pytest.raises(RunError, match="consistency of two passes"):
         objective_of(TransformerXL(settings("thor").model), label_smoothing=0.1)
+
+
+@pytest.mark.parametrize(("router", "smoothing"), [("thor", 0.0), ("smoe", 0.1)])
+def test_a_micro_batch_without_a_target_adds_nothing(settings: Settings, router: str, smoothing: float) -> None:
+    model = TransformerXL(settings(router).model).train()
+    inputs, targets = batch()
+    outcome = objective_of(model, label_smoothing=smoothing).run(model, inputs, targets.fill_(IGNORE), None, 0)
+    outcome.loss.backward()
+    assert outcome.loss == outcome.nats == 0
+    assert all(weight.grad is None or weight.grad.isfinite().all() for weight in model.parameters())

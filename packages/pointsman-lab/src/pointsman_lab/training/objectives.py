@@ -138,8 +138,11 @@ def consistency(alpha: float, predict: Predict = next_token_logits) -> Objective
             real = torch.ones_like(targets[:, 0], dtype=torch.bool)
         else:
             targets = targets.reshape(-1)
-            loss_p, loss_q = (F.nll_loss(logs, targets, ignore_index=IGNORE) for logs in (log_p, log_q))
             real = targets != IGNORE
+            loss_p, loss_q = (
+                F.nll_loss(logs, targets, ignore_index=IGNORE, reduction="sum") / real.sum().clamp_min(1)
+                for logs in (log_p, log_q)
+            )
         distance = ((log_p.exp() - log_q.exp()) * (log_p - log_q)).sum(-1)
         divergence = 0.5 * (distance * real).sum() / real.sum().clamp_min(1)
         return Outcome((loss_p + loss_q + alpha * divergence) / 2, loss_p.detach(), kept)
@@ -150,7 +153,7 @@ def consistency(alpha: float, predict: Predict = next_token_logits) -> Objective
 def smoothed(predict: Predict, amount: float) -> Loss:
     """Cross-entropy with label smoothing: every class gets `amount` / C of the target's probability.
 
-    The reported loss is that without smoothing.
+    The reported loss is that without smoothing. Both are 0 where there is no target.
     """
 
     def loss(model: Any, inputs: Tensor, targets: Tensor, memory: Memory | None, memory_length: int) -> Outcome:
@@ -159,7 +162,8 @@ def smoothed(predict: Predict, amount: float) -> Loss:
         targets = targets if targets.is_floating_point() else targets.reshape(-1)
         smooth = F.cross_entropy(logits, targets, ignore_index=IGNORE, label_smoothing=amount)
         nats = F.cross_entropy(logits.detach(), targets, ignore_index=IGNORE) if amount else smooth.detach()
-        return Outcome(smooth, nats, kept)
+        some = (targets >= 0).any()
+        return Outcome(torch.where(some, smooth, 0.0), torch.where(some, nats, 0.0), kept)
 
     return loss
 
