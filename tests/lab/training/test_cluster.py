@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,8 @@ from pointsman_lab.cli.main import main
 from pointsman_lab.progress import Progress, Quiet, Stop
 from pointsman_lab.report import protocol
 from pointsman_lab.runs.comparison import read_comparison
-from pointsman_lab.training.cluster import Nodes, Ray, Slurm
-from pointsman_lab.training.compare import Plan, compare
+from pointsman_lab.training.cluster import Nodes, Ray, Slurm, _Task
+from pointsman_lab.training.compare import Plan, compare, merged
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.jobs import Work, do_all
 
@@ -105,9 +106,19 @@ def test_a_task_that_is_lost_goes_on_elsewhere_and_a_fault_is_one_line(tmp_path:
     assert [note for note in notes.told if note.startswith("run 'dies once'") and "goes on on another" in note]
     with pytest.raises(RunError, match=r"^run 'divides', on .*: ZeroDivisionError: by nothing \(traceback in .*\)$"):
         run(["waits", "divides"], tmp_path, progress=Quiet())
-    assert "Traceback" in (tmp_path / "error.txt").read_text()
+    assert "Traceback" in (tmp_path / ".error.txt").read_text()
     with pytest.raises(RunError, match=r"^run 'dies', on .*: lost on (.*, ){3}.*the same command goes on$"):
         run(["dies"], tmp_path, progress=Quiet())
+
+
+def test_where_a_task_of_a_tuning_failed_the_comparison_may_begin(
+    settings: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    scheduler: Any = SimpleNamespace(start=lambda *_: None)
+    task = _Task(Nodes(scheduler, tmp_path), 0, "a run", lambda number: None, Quiet())
+    told = str(task._told(RuntimeError("Traceback\nValueError: by nothing")))
+    assert told == f"a run: ValueError: by nothing (traceback in {tmp_path}/.error.txt)"
+    assert merged(plan := Plan(settings(), ("smoe",), (0,)), tmp_path) is plan
 
 
 @pytest.mark.slow

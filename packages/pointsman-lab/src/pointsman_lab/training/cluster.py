@@ -149,7 +149,7 @@ class _Task(Worker):
             return error
         text = str(error).strip()
         if type(error) is RuntimeError:  # of the program: the text is the traceback
-            file = self._nodes.out / "error.txt"
+            file = self._nodes.out / ".error.txt"  # the folder is still a new comparison's
             write_whole(file, text + "\n")
             text = f"{text.splitlines()[-1]} (traceback in {file})"
         return RunError(f"{self._title}{f', on {self.node}' if self.node else ''}: {' '.join(text.split())}")
