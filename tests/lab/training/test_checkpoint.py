@@ -76,11 +76,13 @@ def test_shared_tensors_are_stored_once_and_any_reader_can_load_the_model(settin
 
 def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
     (tmp_path / ".writing-left-over").mkdir()
-    (tmp_path / "step-three").mkdir()
+    others = {"step-three", "step-012"}
+    for name in others:
+        (tmp_path / name).mkdir()
     for step in (1, 2, 10, 11):
         write_checkpoint(tmp_path, step, some(), {}, keep=2)
     assert steps_of(tmp_path) == [11, 10]
-    assert {entry.name for entry in tmp_path.iterdir()} == {"step-10", "step-11", "step-three"}
+    assert {entry.name for entry in tmp_path.iterdir()} == {"step-10", "step-11", *others}
     assert steps_of(tmp_path / "nowhere") == []
 
 

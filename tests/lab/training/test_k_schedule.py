@@ -78,7 +78,7 @@ def test_what_train_top_k_means(text: str, experts: int, expected: tuple[int, in
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "0:N", "17", "2:17", "N:2", "a", "2:4:8", "N/0", "1.5", "-1", "2:", "2N", "n"]
+    "text", ["", "0", "0:N", "17", "2:17", "N:2", "a", "2:4:8", "N/0", "N/00", "1.5", "-1", "2:", "2N", "n"]
 )
 def test_wrong_ones_are_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match="train_top_k"):

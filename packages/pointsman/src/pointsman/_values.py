@@ -15,7 +15,7 @@ MOST: Mapping[str, float] = {
     "nulls": 2**12, "slots": 2**12, "selectors": 2**12, "width": 2**14, "bins": 2**20, "columns": 2**16,
     "batch_size": 2**20, "eval_batch_size": 2**20, "accumulation": 2**20, "keep_checkpoints": 2**20,
     "segment_length": 2**24, "memory_length": 2**24, "eval_segment_length": 2**24, "eval_memory_length": 2**24,
-    "length": 2**24, "seeds": 10_000, "epochs": 1e6, "capacity": 1e6,
+    "length": 2**24, "seeds": 10_000, "gpus": 2**20, "epochs": 1e6, "capacity": 1e6,
 }  # fmt: skip
 """The largest value of each number that a user gives, by name: far above any use, far below what overflows.
 

@@ -187,9 +187,9 @@ def numbers(least: float = 0, largest: float | None = None) -> Callable[[str], t
     return lambda text: tuple(dict.fromkeys(number_from(least, largest)(part) for part in text.split(",")))
 
 
-def k_list(text: str) -> tuple[int, ...]:
-    """`1,2,4` as numbers."""
-    return tuple(dict.fromkeys(whole(1)(part.strip()) for part in text.split(",")))
+def k_list(text: str, name: str = "") -> tuple[int, ...]:
+    """`1,2,4` as numbers up to the `most` of `name`."""
+    return tuple(dict.fromkeys(whole(1, name)(part.strip()) for part in text.split(",")))
 
 
 def words(text: str) -> list[str]:

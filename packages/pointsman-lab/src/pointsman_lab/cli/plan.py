@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pointsman._errors import RunError
@@ -25,7 +26,8 @@ Gathered: in a micro-batch, whatever its tokens. Exchanged: with even choices. N
 def parser() -> Parser:
     flags = Parser("plan", "Count what each GPU holds, gathers and exchanges, for every layout.", EPILOG)
     flags.add_argument("--preset", required=True, help="the model, e.g. olmoe-1b-7b")
-    flags.add_argument("--gpus", type=k_list, default=(8,), metavar="N,N,…", help="numbers of GPUs (default: 8)")
+    gpus = partial(k_list, name="gpus")
+    flags.add_argument("--gpus", type=gpus, default=(8,), metavar="N,N,…", help="numbers of GPUs (default: 8)")
     flags.add_argument(
         "--length", type=whole(1), metavar="N", help="of a sequence (default: 4096, or the model's longest)"
     )

@@ -26,7 +26,7 @@ SHARDED = 2
 """The format of checkpoints of many ranks: folders of safetensors files, each with parts of tensors."""
 MANIFEST = "manifest.json"
 STATE = "state.json"
-_STEP = re.compile(r"step-(\d+)")
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _TEMPORARY = ".writing-"
 
 

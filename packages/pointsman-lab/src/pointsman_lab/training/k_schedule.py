@@ -16,7 +16,7 @@ from pointsman._errors import RunError, did_you_mean
 Shape = Literal["linear", "cosine", "exponential", "multi-step"]
 SHAPES: tuple[str, ...] = get_args(Shape)
 
-_SIZE = re.compile(r"(\d+)|N(?:/(\d+))?")
+_SIZE = re.compile(r"(\d+)|N(?:/(\d*[1-9]\d*))?")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def parse_top_k(text: str, num_experts: int) -> tuple[int, int]:
     sizes: list[int] = []
     for part in parts:
         match = _SIZE.fullmatch(part.strip())
-        if match is None or len(parts) > 2 or match[2] == "0":
+        if match is None or len(parts) > 2:
             raise RunError(f"train_top_k={text!r}: allowed are a number of experts or first:last, as 2, 2:N or N/2:N")
         sizes.append(int(match[1]) if match[1] else max(1, num_experts // int(match[2] or 1)))
     for size in sizes:
