@@ -37,8 +37,8 @@ class TensorBoard:
 class Library:
     """wandb or trackio: a run in the project "pointsman", which --resume continues.
 
-    Both read their own environment variables (WANDB_MODE, WANDB_PROJECT, TRACKIO_DIR, …). Steps that an interrupted run
-    has sent already are not sent again.
+    Both read their own environment variables (WANDB_MODE, WANDB_PROJECT, TRACKIO_DIR, …). A run that was stopped sends
+    no step twice; one that was killed sends those since its last checkpoint again.
     """
 
     def __init__(self, name: str, folder: Path, label: str, settings: Mapping[str, Any]) -> None:
