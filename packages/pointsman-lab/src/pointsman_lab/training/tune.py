@@ -98,8 +98,7 @@ def tuned(
     if SEED in plan.seeds:
         raise RunError(f"--tune uses seed {SEED}, which is then no seed of a result: fewer --seeds")
     every, shared = choices(told), SHARED | without_effect(plan.base.model.family)
-    if "mask_rate" in plan.base.own:  # whose text is cut into blocks once
-        shared |= {"segment_length"}
+    shared |= {"segment_length"} if "mask_rate" in plan.base.own else set()  # its text is cut into blocks once
     if common := [key for key, _ in every[0] if key in shared]:
         raise RunError(f"--tune {common[0]}: all rows share it; use --set or its flag")
     file = out.with_name(f"{out.name}-tuning") / CURVE
