@@ -201,6 +201,7 @@ def test_a_router_that_needs_an_attention_trace_gets_it_where_there_is_attention
 def test_open_options_are_tried_unless_the_spec_says_one() -> None:
     assert variants("smoe") == ["smoe"]
     assert variants("oracle") == ["oracle"]
+    assert variants("loss-free:update=quantile") == ["loss-free:update=quantile"]
     assert variants("smoe+similarity:tau=1") == ["smoe+similarity:tau=1"]
     assert variants("hyperrouter@loss-free")[1] == "hyperrouter@loss-free:rate=0.01"
     assert variants("hyperrouter@sigma+uniform")[0] == "hyperrouter:embed_dim=8@sigma+uniform"

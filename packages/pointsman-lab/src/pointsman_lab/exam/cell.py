@@ -36,7 +36,9 @@ OPEN = {
     "stable": ("stage_one", ("50", "200")),
     "depths": ("share", ("0.125", "0.5", "1")),
 }
-"""Router or mixer -> the option that its paper leaves open, or that depends on the number of steps, and its choices."""
+"""Router or mixer -> the option that its paper leaves open, or that depends on the number of steps, and its choices.
+
+The updates quantile and none of loss-free have no rate."""
 
 
 def variants(row: str) -> list[str]:
@@ -51,7 +53,7 @@ def variants(row: str) -> list[str]:
         (parsed.choice, parsed.choice_options, routers, plus + mixer),
         (parsed.router, parsed.options, scores, at + choice + plus + mixer),
     ):
-        if name in OPEN and OPEN[name][0] not in options:
+        if name in OPEN and OPEN[name][0] not in options and options.get("update") not in ("quantile", "none"):
             option, choices = OPEN[name]
             return [f"{head}:{option}={one}{tail}" for one in choices]
     return [row]
