@@ -258,8 +258,13 @@ def test_config_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert "learning_rate" in refused(capsys, "compare", "--config", str(file))
     assert "No such file" in refused(capsys, "compare", "--config", str(tmp_path / "none.toml"))
     file.write_text('router = "smoe"\n')
+    (tmp_path / "empty.toml").write_text("")
     assert "holds no" in refused(capsys, "submit", str(tmp_path), "--config", str(file)), "a flag that is needed"
     assert "required: --router" in refused(capsys, "submit", str(tmp_path))
+    assert "required: --router" in refused(capsys, "submit", str(tmp_path), "--config", str(tmp_path / "empty.toml"))
+    with pytest.raises(SystemExit):
+        main(["submit", "--help"])
+    assert " --router ROW" in capsys.readouterr().out.split("\n\n")[0], "not optional"
 
 
 def test_a_reader_that_has_enough_ends_a_command_quietly() -> None:

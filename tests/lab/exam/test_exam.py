@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -303,8 +304,11 @@ def test_a_router_that_has_changed_is_no_row_of_the_same_exam(tmp_path: Path, mo
     plan, out = Plan(("oracle",), (), 1, (str(mine),)), tmp_path / "out"
     examine(plan, out, jobs=1, progress=Quiet(), ended=never)
     mine.write_text("# another")
+    examine(replace(plan, imports=()), out, jobs=1, progress=Quiet(), ended=never)
     with pytest.raises(RunError, match=r"mine\.py has changed since its runs"):
         examine(plan, out, jobs=1, progress=Quiet(), ended=never)
+    mine.unlink()
+    examine(replace(plan, imports=()), out, jobs=1, progress=Quiet(), ended=never)
 
 
 def test_of_a_cell_that_is_begun_again_the_record_is_shown_until_it_is_whole(

@@ -156,7 +156,14 @@ def test_a_record_and_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     index.write_text("{}")
     assert verified(capsys, model)[1][0] == f"{index}: no weight_map"
     index.unlink()
+    other = model / "pytorch_model.bin.index.json"  # of a format that nobody reads beside safetensors
+    other.write_text(json.dumps({"weight_map": {"a": "pytorch_model-1.bin"}}))
     assert verified(capsys, model)[0] == 0
+    shard.unlink()
+    assert verified(capsys, model)[1][0] == f"{other}: pytorch_model-1.bin is missing"
+    other.unlink()
+    (model / "training_args.bin").write_bytes(b"x")
+    assert verified(capsys, model)[1][0] == f"{model}: no weights"
     (model / "model.safetensors").write_bytes(b"x")
     code, lines = verified(capsys, model)
     assert (code, len(lines)) == (1, 2)

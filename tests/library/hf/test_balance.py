@@ -312,6 +312,32 @@ def test_an_added_bias_moves_by_real_tokens_and_by_the_coefficient_of_the_last_c
         assert not torch.equal(*moved)
 
 
+def test_an_added_bias_moves_again_once_its_router_is_thawed() -> None:
+    model = hf.balance(mixtral(), how="bias")
+    optimizer, moves = torch.optim.SGD(model.parameters(), 0.1), []
+    for thaw in (False, True):
+        pointsman.freeze(model, "router")
+        if thaw:
+            for gate in gates(model):
+                gate.pointsman.requires_grad_(True)
+        model(IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        moves.append([bool(gate.pointsman.select.bias.any()) for gate in gates(model)])
+    assert moves == [[False] * len(gates(model)), [True] * len(gates(model))]
+
+
+@pytest.mark.parametrize(("update", "told"), [("smebu", "a rule of its own"), ("none", "stays")])
+def test_another_rule_of_loss_free_is_its_routers_own(update: str, told: str) -> None:
+    model = hf.replace_routers(mixtral(), f"loss-free:update={update}")
+    hf.balance(model, 0.25, how="bias")
+    model(IDS, labels=IDS).loss.backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    for gate in gates(model):
+        bias = gate.pointsman.select.bias
+        assert bool(bias.any()) == (update == "smebu"), told
+        assert float(bias.abs().max()) < 0.1, told
+
+
 @pytest.mark.parametrize("how", ["loss", "bias"])
 def test_it_saves_and_loads_with_the_model(how: Any, tmp_path: Path) -> None:
     model = hf.balance(mixtral(), how=how)

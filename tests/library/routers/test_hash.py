@@ -120,10 +120,13 @@ def test_mistakes_are_one_line() -> None:
         router(torch.zeros(1, 1, DIM), RoutingContext(token_ids=torch.tensor([[10]])))
     with pytest.raises(ValueError, match="token_ids"):
         router(torch.zeros(1, 1, DIM))
-    for hidden, shape, says in (((3, 4), (4, 3), "4 x 3"), ((3, 4), (3, 5), "3 x 5"), ((12,), (12,), "12")):
+    for hidden, shape, says in (((3, 4), (4, 3), "4 x 3"), ((3, 4), (3, 5), "3 x 5"), ((12,), (13,), "1 x 13")):
         told = f"hash: RoutingContext.token_ids is of {says} tokens, the hidden states of {3 if hidden[1:] else 1} x "
         with pytest.raises(ValueError, match=told):
             router(torch.zeros(*hidden, DIM), RoutingContext(token_ids=torch.zeros(shape, dtype=torch.int64)))
-    router(torch.zeros(12, DIM), RoutingContext(token_ids=torch.zeros(1, 12, dtype=torch.int64)))
+    for shape in ((12,), (1, 12), (3, 4)):  # of one sequence, or of several that were flattened
+        for spec in ("hash", "mask:visible=2", "stable"):
+            other = build_router(spec, dim=DIM, num_experts=4, vocab_size=10)
+            other(torch.zeros(12, DIM), RoutingContext(token_ids=torch.zeros(shape, dtype=torch.int64)))
     with pytest.raises(ValueError, match="10 counts"):
         router.score.calibrate([1, 2])

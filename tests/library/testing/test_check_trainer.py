@@ -114,6 +114,13 @@ def test_what_another_process_imports(module: str, written: Path, monkeypatch: p
         assert isinstance(find_trainer(told), OwnStep if name == "step" else Trainer)
 
 
+def test_a_class_of_a_notebook_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    exec("class Mine:\n    pass", module.__dict__)
+    assert check._reference(module.__dict__["Mine"]) == ""
+
+
 @pytest.mark.slow
 def test_two_processes_see_a_loss_that_is_multiplied_by_their_number() -> None:
     pytest.importorskip("transformers")

@@ -50,11 +50,7 @@ TASK_FLAGS = (
 
 def add_task_settings(flags: Parser) -> None:
     """Flags of both `finetune` and `compare --task`."""
-    flags.add_argument(
-        "--task-top-k",
-        metavar="K",
-        help="k while fine-tuning (default: the task's)",
-    )
+    flags.add_argument("--task-top-k", metavar="K", help="k while fine-tuning (default: the task's)")
     flags.add_argument("--task-preset", metavar="NAME", default="", help="published settings of the task")
     flags.add_argument("--freeze", type=words, metavar="ROLES", help="parts that do not train: router,experts")
     flags.add_argument(

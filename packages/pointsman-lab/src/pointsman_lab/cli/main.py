@@ -83,9 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _main(words)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # whoever read the output has enough of it
+    except OSError as error:  # whoever read the output has enough of it, or it cannot be written
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return 128 + signal.SIGPIPE if isinstance(error, BrokenPipeError) else fail(describe(error))
 
 
 def _main(words: Sequence[str]) -> int:

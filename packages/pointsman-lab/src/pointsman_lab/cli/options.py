@@ -69,8 +69,9 @@ class Parser(argparse.ArgumentParser):
             if flag.startswith("--") and equals and value == "--":  # argparse takes it for the end of the flags
                 raise RunError(f"{self.prog}: {flag} '--': not a value")
         self.defaults = {action.dest: action.default for action in self._actions}
-        needed = [action for action in self._actions if action.required and action.option_strings]
-        for action in needed:  # --config may have them
+        asked = any(word.partition("=")[0] == "--config" for word in words)
+        needed = [action for action in self._actions if asked and action.required and action.option_strings]
+        for action in needed:  # the file may have them
             action.required = False
         values, unknown = self.parse_known_args(list(words))
         if unknown:

@@ -27,7 +27,7 @@ reads. Checksums are compared and weights of runs are loaded; code is never
 read.
 """
 MOST_ENTRIES = 1_000_000
-WEIGHTS, INDEX = (".safetensors", ".bin"), (".safetensors.index.json", ".bin.index.json")
+INDEX = (".safetensors.index.json", ".bin.index.json")
 """How names of transformers' weights end, and of lists of their shards."""
 Check = tuple[Path, Callable[[], object]]
 
@@ -108,12 +108,13 @@ def checks(root: Path, kind: str) -> Iterator[Check]:
         return
     theirs = kind == "a Hugging Face model"
     places = list(entries(root))
+    safe = any(place.suffix == ".safetensors" for place in places)  # transformers reads these alone then
     for place in places:
         yield place, partial(_entry, root, place, theirs)
     for place in places:
         if theirs and place.suffix == ".safetensors" and place.is_file():
             yield place, partial(_tensors, place)
-        elif theirs and place.name.endswith(INDEX):
+        elif theirs and place.name.endswith(INDEX[:1] if safe else INDEX):
             yield place, partial(_shards, place)
         elif place.name == CONFIG and (place.parent / CHECKPOINTS).is_dir() and not theirs:
             yield place.parent, partial(_run, place.parent)
@@ -121,7 +122,7 @@ def checks(root: Path, kind: str) -> Iterator[Check]:
             yield place, partial(open_checkpoint, place)
         elif place.name == CHECKPOINTS and not os.path.lexists(place.parent / CONFIG):
             yield place.parent, partial(_refuse, f"{place.parent}: checkpoints without {CONFIG}")
-    if theirs and not any(place.suffix in WEIGHTS for place in places):
+    if theirs and not safe and not any(place.suffix == ".bin" and "model" in place.name for place in places):
         yield root, partial(_refuse, f"{root}: no weights")
     if kind == "a checkpoint":
         yield root, partial(open_checkpoint, root)

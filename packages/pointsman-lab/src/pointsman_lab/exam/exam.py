@@ -134,7 +134,8 @@ def examine(
             parse_spec(row)
     whole = merged(plan, out)
     with alone(out):
-        sources = {name: checksum(Path(name))["sha256"] for name in whole.imports if name.endswith(".py")}
+        sources = (read_json(out / PLAN) or {}).get("sources", {})
+        sources |= {name: checksum(Path(name))["sha256"] for name in plan.imports if name.endswith(".py")}
         values = {"version": VERSION, "rows": whole.rows, "tasks": whole.tasks, "seeds": whole.seeds}
         write_whole(out / PLAN, json.dumps({**values, "imports": whole.imports, "sources": sources}, indent=2) + "\n")
         if known is None:

@@ -8,11 +8,7 @@ from pointsman.diagnostics.collection import Diagnostics
 from pointsman.diagnostics.jacobian import JacobianTerms
 from pointsman.diagnostics.monitor import RoutingMonitor, scalars
 from pointsman.diagnostics.observe import LayerGradient, layer_gradients
-from pointsman.diagnostics.specialisation import (
-    OutputSimilarity,
-    RepresentationCollapse,
-    Specialisation,
-)
+from pointsman.diagnostics.specialisation import OutputSimilarity, RepresentationCollapse, Specialisation
 from pointsman.diagnostics.statistics import (
     CoActivation,
     Entropy,

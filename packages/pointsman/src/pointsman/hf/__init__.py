@@ -23,16 +23,7 @@ _attention.register()
 _experts.register()
 _replace.install()
 
-__all__ = [
-    "RoutingLog",
-    "StepEnd",
-    "balance",
-    "materialize",
-    "replace_routers",
-    "replay",
-    "upcycle",
-    "verify",
-]
+__all__ = ["RoutingLog", "StepEnd", "balance", "materialize", "replace_routers", "replay", "upcycle", "verify"]
 
 if not TYPE_CHECKING:
     __getattr__ = moved(

@@ -131,18 +131,25 @@ def count(home: Any, biases: Iterable[Bias], chosen: Iterable[tuple[str, Tensor]
 def settle(home: Any, biases: Sequence[Bias]) -> None:
     """Moves every bias once by what was counted since the last time, over all ranks; nothing where nothing was."""
     counts = home.__dict__.pop("pointsman_counts", {})
-    frozen = {bias.gate for bias in biases if hasattr(home.get_submodule(bias.gate), "pointsman_frozen")}
-    of = {bias.gate: bias for bias in biases if bias.gate in counts and bias.gate not in frozen}
+    gates: dict[str, Any] = {bias.gate: home.get_submodule(bias.gate) for bias in biases}
+    of = {bias.gate: bias for bias in biases if bias.gate in counts and _moves(gates[bias.gate], bias)}
     add_up([counts[gate] for gate in of])
     for gate, bias in of.items():
         for tensor in bias.tensors(home):
             SignUpdate(bias.rate, False).move(tensor.view(-1), {"counts": counts[gate].to(tensor.device)})
-    routers = [home.get_submodule(bias.gate).pointsman for bias in biases if bias.added]
-    for router in routers:
-        router.select.sums.clear()  # counted above, without padding
+        if bias.added:
+            gates[gate].pointsman.select.sums.clear()  # counted above, without padding
+    routers = [gates[bias.gate].pointsman for bias in biases if bias.added]
     add_up([tensor for router in routers for tensor in router.gathered()])
     for router in routers:
         router.step_end()
+
+
+def _moves(gate: Any, bias: Bias) -> bool:
+    """Whether its bias moves by signs here: one that `freeze` holds stays, another update's is its router's."""
+    if bias.added:
+        return type(gate.pointsman.select.update) is SignUpdate and not gate.pointsman.frozen
+    return not hasattr(gate, "pointsman_frozen") or any(one.requires_grad for one in gate.parameters())
 
 
 def add_up(tensors: Sequence[Tensor]) -> None:

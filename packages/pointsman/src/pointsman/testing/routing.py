@@ -13,16 +13,7 @@ from pointsman.control import set_top_k
 from pointsman.routers.frame.router import Router
 from pointsman.routers.frame.stages import Softmax
 from pointsman.routing import Routing
-from pointsman.testing.case import (
-    Case,
-    context_for,
-    drops,
-    expect,
-    expect_close,
-    expect_equal,
-    expect_refusal,
-    route,
-)
+from pointsman.testing.case import Case, context_for, drops, expect, expect_close, expect_equal, expect_refusal, route
 
 
 def any_width(router: Router, routing: Routing) -> bool:

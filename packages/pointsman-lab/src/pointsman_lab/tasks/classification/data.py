@@ -60,16 +60,8 @@ TASKS: Mapping[str, KnownTask] = MappingProxyType(
             {split: f"sst_{'dev' if split == 'valid' else split}.txt" for split in ("train", "valid", "test")},
             classes=("1", "2", "3", "4", "5"),
         ),
-        "imdb": KnownTask(
-            "imdb",
-            {"train": "train.jsonl.gz", "test": "test.jsonl.gz"},
-            classes=("0", "1"),
-        ),
-        "banking77": KnownTask(
-            "banking77",
-            {"train": "train.csv", "test": "test.csv"},
-            Columns("text", "category"),
-        ),
+        "imdb": KnownTask("imdb", {"train": "train.jsonl.gz", "test": "test.jsonl.gz"}, classes=("0", "1")),
+        "banking77": KnownTask("banking77", {"train": "train.csv", "test": "test.csv"}, Columns("text", "category")),
     }
 )
 

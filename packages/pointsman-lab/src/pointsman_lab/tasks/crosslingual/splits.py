@@ -10,15 +10,7 @@ from pathlib import Path
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab.tasks.crosslingual.formats import Pair, Question, Tagged
-from pointsman_lab.tasks.crosslingual.xtreme import (
-    ENGLISH,
-    XTREME,
-    Item,
-    components,
-    hashed,
-    load_task,
-    task_folder,
-)
+from pointsman_lab.tasks.crosslingual.xtreme import ENGLISH, XTREME, Item, components, hashed, load_task, task_folder
 
 VALIDATION = 20  # one English training row in so many, by a hash of its text, is held out
 

@@ -87,7 +87,9 @@ class Router(nn.Module):
     def forward(self, hidden: Tensor, context: RoutingContext | None = None) -> Routing:
         """Routes hidden states [B, T, dim] (or [tokens, dim]: one sequence)."""
         context = PLAIN_CONTEXT if context is None else context
-        hidden = hidden.unsqueeze(0) if hidden.dim() == 2 else hidden
+        if hidden.dim() == 2:
+            hidden, ids = hidden.unsqueeze(0), context.token_ids
+            context = context if ids is None else replace(context, token_ids=ids.reshape(1, -1))
         compiling = torch.compiler.is_compiling()
         self._check(hidden, context)
         if self.training and not compiling and torch.is_grad_enabled():

@@ -83,7 +83,7 @@ def _reference(step: Callable[..., object]) -> str:
     try:
         place = spec.name if spec and spec.parent else inspect.getsourcefile(step)
         return f"{place}:{name}" if name.isidentifier() else ""
-    except TypeError:
+    except (TypeError, OSError):  # OSError: of a notebook
         return ""
 
 
