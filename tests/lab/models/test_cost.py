@@ -49,6 +49,28 @@ def test_flops_of_the_small_model():
     assert f"{inference_flops(model, 0) / 1e10:.3f}" == "3.467"
 
 
+@pytest.mark.parametrize(
+    ("router", "same"),
+    [
+        ("stable", "mask"), ("hyperrouter@stable", "stable"), ("hyperrouter@vmoe", "vmoe"),
+        ("hyperrouter:generate=expert@mask", "mask"), ("hash:columns=2:gate=softmax", "mask"),
+    ],
+)  # fmt: skip
+def test_look_ups_and_what_is_generated_cost_no_products(router, same):
+    one, other = (cost_row(replace(SMALL, router=spec), [2]).flops[2] for spec in (router, same))
+    light = 2 * 4 * 1280 * 16 * 50 if router == "stable" else 0
+    assert one == other + light
+
+
+def test_no_token_has_more_than_the_experts_that_its_id_sees():
+    def costs(visible, k):
+        config = replace(SMALL, router=f"mask:visible={visible}", top_k=k)
+        cost = cost_a_token(config, 16, 0)
+        return cost_row(config, [k]).flops[k], cost["flops"], cost["active"]
+
+    assert costs(2, 4) == costs(2, 2) == costs(16, 2)
+
+
 def test_of_soft_moe_all_is_active():
     shape = replace(SMALL, num_layers=1, dim=16, head_dim=8, hidden_dim=32, num_experts=8, allow_non_causal=True)
     one, two = (cost_a_token(replace(shape, router="soft", top_k=k), 16, 0) for k in (1, 2))

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from pointsman.control import undecayed
 from pointsman.layer import MoE
 from pointsman.routers.frame.registry import has_one_k
 from pointsman.routers.frame.router import Router
@@ -147,26 +148,27 @@ def cost_a_token(config: ModelConfig, length: int, memory: int) -> dict[str, int
     "total" trainable parameters, routers included}, of texts of `length` after `memory` positions."""
     model, k = _built(config), config.num_experts if has_one_k(config.router) else config.top_k
     total = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    idle = sum(
-        sum(parameter.numel() for parameter in module.experts.parameters()) * (config.num_experts - k)
-        for module in model.modules()
-        if isinstance(module, MoE)
-    )
+    idle = 0
+    for module in model.modules():
+        if isinstance(module, MoE):
+            unused = config.num_experts - min(k, module.router.select.most)
+            idle += unused * sum(parameter.numel() for parameter in module.experts.parameters())
     flops = inference_flops(model, k, Protocol(1, length, memory)) // length
     return {"top_k": config.top_k, "flops": flops, "active": total - idle // config.num_experts, "total": total}
 
 
+@torch.no_grad()
 def router_products(router: Router) -> int:
     """Multiply-accumulates of the router's scores of one token.
 
-    A generated router costs what the linear one costs that it generates: it is generated once, before inference.
+    A generated router costs what the linear one costs that it generates, once, before inference; a look-up nothing.
     """
-    with torch.no_grad():
-        plain = router.score.plain_linear()
-    if plain is not None:
+    if (plain := router.score.plain_linear()) is not None:
         return plain[0].numel()
-    tensors = [*router.score.parameters(), *router.score.buffers()]
-    return sum(tensor.numel() for tensor in tensors if tensor.dim() > 1)
+    generated = {part: make()[0] for part in router.score.modules() if (make := getattr(part, "generate", None))}
+    apart = undecayed(router.score) | {id(buffer) for part in generated for buffer in part.buffers()}
+    tensors = [*router.score.parameters(), *router.score.buffers(), *generated.values()]
+    return sum(one.numel() for one in tensors if one.dim() > 1 and one.is_floating_point() and id(one) not in apart)
 
 
 def cost_row(config: ModelConfig, top_k: Iterable[int], protocol: Protocol = PAPERS) -> CostRow:

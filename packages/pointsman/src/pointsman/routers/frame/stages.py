@@ -205,12 +205,14 @@ class Selector(Stage):
         needs_moe: whether only `MoE` can apply what it returns (slots, means), not the experts of other libraries.
         overrides: options of every router (one value as "option=value"), and "mixer", that change nothing here and are
             refused.
+        most: experts that a token may have at any k.
         renormalize: whether weights are divided by their sum; None: they have a rule of their own.
     """
 
     ragged: bool = False
     needs_moe: bool = False
     overrides: frozenset[str] = frozenset()
+    most: int = 2**31
     renormalize: bool | None = None
 
     def __init__(self, renormalize: bool | None = None) -> None:
@@ -224,7 +226,7 @@ class Selector(Stage):
 
     def cost(self, batch: int, tokens: int, k: int, dim: int) -> tuple[float, int]:
         """For `tokens` tokens in `batch` sequences: rows that the experts work on, and multiply-adds besides."""
-        return tokens * k, 0
+        return tokens * min(k, self.most), 0
 
     def whole_batch(self, rows: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, slice]:
         """The batch of all ranks as one group: rows [1, N, E] of [B, T, E], mask [1, N] of [B, T], and this rank's N

@@ -104,4 +104,6 @@ def mask(layer: LayerSpec, stages: Stages, *, visible: int | None = None, rare: 
         )
     vocabulary = layer.need_vocab_size("mask")
     scorer = MaskedScorer(stages.score, layer.num_experts, vocabulary, visible, rare, seed + NEXT_LAYER * layer.place)
-    return replace(stages, score=scorer, select=VisibleTopK(layer.renormalize))
+    select = VisibleTopK(layer.renormalize)
+    select.most = visible
+    return replace(stages, score=scorer, select=select)
