@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pointsman import MoE, RoutingContext, add_losses, build_router, losses, step_end
+from pointsman import MoE, RoutingContext, add_losses, build_router, freeze, losses, step_end
 from pointsman.experts.shared import CHUNK
 from tests.library.routers.oracle import DIM, EXPERTS, inputs, ranked, router_for, softmax
 
@@ -115,6 +115,16 @@ def test_draws_follow_the_steps_and_resume() -> None:
     assert len({one.router.score.competes for one in fresh}) == 2, "layers draw for themselves"
     first, again = layer.router.score, layer.router.score
     assert first.competes == again.competes
+
+
+@pytest.mark.parametrize("router", ["compete:rate=1", "smoe-dropout@compete:rate=1"])
+def test_a_frozen_router_never_competes(router: str) -> None:
+    layer = MoE(8, 8, 4, router=router)
+    assert layer.router.score.needs_responses
+    freeze(layer, "router")
+    assert not layer.router.score.needs_responses
+    layer.router.requires_grad_(True)
+    assert layer.router.score.needs_responses
 
 
 def test_micro_batches_of_a_step_compete_alike_and_train() -> None:

@@ -137,9 +137,10 @@ def test_two_stages_over_steps_and_a_checkpoint_in_each() -> None:
     assert torch.equal(again.experts, routed(layer.router.eval(), torch.randn(3, 7, 5)).experts)
 
 
+@pytest.mark.parametrize("scores", ["", "smoe-dropout@"])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_state_of_stage_one_trains_again_unless_the_router_is_frozen(frozen: bool) -> None:
-    layer = MoE(5, 4, EXPERTS, router="stable:stage_one=1", vocab_size=64, attach_losses=True)
+def test_a_state_of_stage_one_trains_again_unless_the_router_is_frozen(frozen: bool, scores: str) -> None:
+    layer = MoE(5, 4, EXPERTS, router=f"{scores}stable:stage_one=1", vocab_size=64, attach_losses=True)
     first = {name: value.clone() for name, value in layer.state_dict().items()}
     step_end(layer)
     if frozen:

@@ -194,12 +194,12 @@ class Router(nn.Module):
 
     @frozen.setter
     def frozen(self, frozen: bool) -> None:
-        self._frozen = frozen
+        self._frozen = self.score.frozen = frozen
 
     def requires_grad_(self, requires_grad: bool = True) -> Router:
         super().requires_grad_(requires_grad)
         if requires_grad:
-            self._frozen = False  # one without parameters, too
+            self.frozen = False  # one without parameters, too
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:

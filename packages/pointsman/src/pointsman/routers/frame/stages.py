@@ -42,12 +42,14 @@ class Scorer(Stage):
         may_need_responses: whether it may use `RoutingContext.responses`.
         needs_responses: whether its next forward does.
         tells_apart: whether its logits differ at all.
+        frozen: whether `freeze` holds its router.
     """
 
     accepts_half = False
     may_need_responses = False
     needs_responses = False
     tells_apart = True
+    frozen = False
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)

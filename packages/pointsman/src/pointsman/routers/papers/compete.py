@@ -50,7 +50,8 @@ class Competing(Scorer):
 
     @property
     def needs_responses(self) -> bool:  # type: ignore[override]
-        return self.training and self.competes
+        own = self.parameters()
+        return self.training and self.competes and not (self.frozen and all(not one.requires_grad for one in own))
 
     def step_end(self) -> None:
         super().step_end()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -106,14 +106,13 @@ class TwoStageScorer(ByTokenIds):
         """Freezes the light router in stage two. A loaded state of stage one undoes that, unless `freeze` holds all."""
         if self.steps.is_meta:
             return
-        parts = (self.token, self.light)
-        gate: Scorer = self.gate  # type: ignore[assignment]
+        parts, own = (self.token, self.light), list(cast(Scorer, self.gate).parameters())
         if int(self.steps) >= self.stage_one:
             for parameter in parts:
                 self._has_frozen |= parameter.requires_grad
                 parameter.requires_grad_(False)
                 parameter.grad = None  # momentum and weight decay would move it
-        elif self._has_frozen and any(one.requires_grad for one in gate.parameters()):
+        elif self._has_frozen and (any(one.requires_grad for one in own) or not (own or self.frozen)):
             self._has_frozen = False
             for parameter in parts:
                 parameter.requires_grad_(True)
