@@ -78,6 +78,15 @@ def test_the_penalty_grows_while_too_many_experts_are_active(parts: int) -> None
     assert float(layer.router.select.penalty) == pytest.approx(before), "evaluation changes nothing"
 
 
+def test_a_penalty_that_has_shrunk_to_nothing_grows_again() -> None:
+    router = router_for("relu", k=3).float()
+    for active, least, most in ((1, 0, 1e-37), (9, 1e-30, 1)):
+        for _ in range(600 if active == 1 else 120):
+            router.select.sums = {"active": torch.tensor(active), "tokens": torch.tensor(1)}
+            router.select.step_end()
+        assert least < float(router.select.penalty) < most
+
+
 def test_a_token_may_have_no_expert() -> None:
     layer = MoE(5, 4, 4, router="relu", bias=False, attach_losses=True)
     with torch.no_grad():

@@ -47,12 +47,9 @@ class Positive(Selector):
         weights = self.renormalized(weights)
         statistics = {}
         if self.training:
-            active = gates.detach() > 0
-            mask = context.padding_mask
-            if mask is not None:
-                active = active & mask.reshape(-1, 1)
-            tokens = torch.full((), len(gates), device=gates.device) if mask is None else mask.sum()
-            statistics = {"active": active.sum(), "tokens": tokens}
+            active, mask = gates.detach() > 0, context.padding_mask
+            real = torch.ones_like(active[:, :1]) if mask is None else mask.reshape(-1, 1)
+            statistics = {"active": (active & real).sum(), "tokens": real.sum()}
         return Selection(experts, weights, statistics=statistics)
 
     def loss(self, given: LossInput) -> Tensor:
@@ -65,9 +62,9 @@ class Positive(Selector):
 
     def step_end(self) -> None:
         if "tokens" in self.sums:
-            # S below 1 - k / E: more than k active experts a token
-            surplus = self.sums["active"] - self.top_k * self.sums["tokens"]
-            self.penalty.mul_(GROWTH ** torch.sign(surplus).to(self.penalty.dtype))
+            surplus = self.sums["active"] - self.top_k * self.sums["tokens"]  # above 0: S is below 1 - k / E
+            growth = GROWTH ** torch.sign(surplus).to(self.penalty.dtype)
+            self.penalty.mul_(growth).clamp_(min=torch.finfo(growth.dtype).tiny)  # from less it would never grow again
 
 
 @register_router(
