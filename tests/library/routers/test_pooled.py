@@ -56,3 +56,11 @@ def test_a_task_is_carried_past_padding_and_empty_segments() -> None:
         real = mask[:, start:stop]
         torch.testing.assert_close(part.probs.view(2, stop - start, EXPERTS)[real], whole[:, start:stop][real])
         past = part.carry
+
+
+def test_a_loop_of_segments_trains_each_with_its_own_graph() -> None:
+    router, past = build_router("pooled:over=task", dim=DIM, num_experts=EXPERTS), None
+    for _ in range(2):
+        routing = router(torch.randn(2, 3, DIM), RoutingContext(past=past))
+        past = routing.carry
+        routing.weights.square().sum().backward()

@@ -27,21 +27,20 @@ class Pooled(Scorer):
     def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
         scored = Scored.of(super().forward(hidden, context))
         z, mask = scored.logits, context.padding_mask
+        real = torch.ones_like(z[..., :1]) if mask is None else mask[..., None].to(z.dtype)
         if not self.first:
-            real = torch.ones_like(z[..., :1]) if mask is None else mask[..., None].to(z.dtype)
             kept = z if mask is None else z.masked_fill(~mask[..., None], 0)
             pooled = kept.sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp_min(1)
             return replace(scored, logits=pooled.expand_as(z))
         # [B, S, E + 1], the same for all S tokens so far: the logits, and whether there was a real token
         past = (context.past or {}).get("task", z.new_zeros(z.shape[0], 0, z.shape[2] + 1))
         known = past[:, :1] if past.shape[1] else z.new_zeros(z.shape[0], 1, z.shape[2] + 1)
-        real = torch.ones_like(z[..., 0]) if mask is None else mask.to(z.dtype)
         if z.shape[1]:
             first = real.argmax(1, keepdim=True)
-            here = torch.cat([z, real[..., None]], -1).gather(1, first[..., None].expand(-1, -1, z.shape[2] + 1))
+            here = torch.cat([z, real], -1).gather(1, first.expand(-1, -1, z.shape[2] + 1))
             known = torch.where(known[..., -1:] > 0, known.to(z.dtype), here)
         seen = known.expand(-1, past.shape[1] + z.shape[1], -1)
-        return replace(scored, logits=known[..., :-1].expand_as(z), carry={**scored.carry, "task": seen})
+        return replace(scored, logits=known[..., :-1].expand_as(z), carry={**scored.carry, "task": seen.detach()})
 
 
 class SequenceTopK(TopK):
