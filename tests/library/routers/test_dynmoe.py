@@ -70,3 +70,17 @@ def test_it_starts_with_half_of_the_experts() -> None:
     assert router.top_k == 8
     share = float((router(torch.randn(4, 64, 16)).experts >= 0).float().mean())
     assert 0.4 < share < 0.6
+
+
+@pytest.mark.parametrize("mixer", ["", "+uniform"])
+@pytest.mark.parametrize("threshold", [0.0, 0.9])
+def test_sigmoids_that_are_all_one_are_ranked_by_their_logits(threshold: float, mixer: str) -> None:
+    torch.manual_seed(0)
+    router = build_router(f"dynmoe{mixer}", dim=4, num_experts=8).eval()
+    router.top_k = 1
+    with torch.no_grad():
+        router.score.temperature.fill_(math.log(100))
+        router.score.threshold.fill_(threshold)
+    routing = router(torch.randn(1, 500, 4))
+    best = (routing.probs if mixer else routing.logits).argmax(-1)
+    assert torch.equal(routing.experts[:, 0], best)

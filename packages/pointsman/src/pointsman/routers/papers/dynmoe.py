@@ -44,9 +44,7 @@ class SharpCosines(Scorer):
         """|W W^T - I| (Frobenius) + the mean of |w_e|: experts apart from each other, and short."""
         weight = self.weight.to(given.logits.dtype)
         apart = weight @ weight.T - torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
-        length: Tensor = torch.linalg.vector_norm(weight, dim=-1).mean()
-        distance: Tensor = torch.linalg.vector_norm(apart)
-        return given.ranks.once(length + distance)
+        return given.ranks.once(torch.linalg.vector_norm(weight, dim=-1).mean() + torch.linalg.vector_norm(apart))
 
 
 class Thresholds(Scorer):
@@ -71,13 +69,14 @@ class Active(Selector):
     ragged = True
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
-        probs, margin = scores.probs.flatten(0, 1), self._margin(scores)
-        experts = top_k(margin, k)
+        margin = self._margin(scores)
+        ranked = top_k(scores.choice.flatten(0, 1), margin.shape[-1])  # also where probabilities are rounded to 1
+        experts = ranked.gather(-1, top_k(margin.gather(-1, ranked), k))
         above = margin.gather(-1, experts)
         active = above > 0
         if not self.training:
-            best, lonely = top_k(probs, 1), ~active[:, :1]
-            experts = torch.cat([torch.where(lonely, best, experts[:, :1]), experts[:, 1:]], -1)
+            lonely = ~active[:, :1]
+            experts = torch.cat([torch.where(lonely, ranked[:, :1], experts[:, :1]), experts[:, 1:]], -1)
             active = torch.cat([torch.ones_like(lonely), active[:, 1:]], -1)
         return experts.masked_fill(~active, -1), self._weights(above, active)
 
