@@ -47,7 +47,7 @@ EFFECTS = """
     smoe:nulls=2:dense_gradient=true dynmoe:dense_gradient=true
     smoe:capacity=3:capacity_unit=tokens:capacity_multiple=4
     smoe:capacity=3:capacity_unit=tokens:capacity_rounding=round
-    depths:capacity=0.5:capacity_total=one default:capacity=0.5:capacity_total=one
+    depths:capacity=0.5:capacity_total=one default:capacity=0.5:capacity_total=one default:weigh=input
     loss-free:update=quantile:rate=5 loss-free:update=none:rate=5 loss-free:update=none:centre=true loss-free:bins=7
     loss-free:group_score=max
 """

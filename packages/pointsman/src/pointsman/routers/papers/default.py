@@ -26,7 +26,7 @@ class WithMeans(Selector):
     needs_moe = True
     needs_step_end = True
     renormalize = False
-    overrides = frozenset({"capacity_total"})  # means stand for what is dropped
+    overrides = frozenset({"capacity_total", "weigh"})  # means stand for what is dropped, and are of outputs
     means: Tensor
 
     def __init__(self, dim: int, num_experts: int, decay: float) -> None:
