@@ -62,7 +62,7 @@ def no_scores(layer: LayerSpec) -> Stages:
 def thor(layer: LayerSpec, stages: Stages, *, alpha: NotNegative = 1.0) -> Stages:
     """THOR: experts drawn uniformly, weights 1/k; one set of k for the whole forward in training, per token afterwards.
 
-    alpha: weight of the consistency term. The trainer runs two passes and minimises L1 + L2 + alpha * C with
+    alpha: weight of the consistency term. The trainer runs two passes and minimises (L1 + L2 + alpha * C) / 2 with
     C = 1/2 mean over tokens of sum_v (p - q)(log p - log q), the symmetric KL divergence of the two predictions.
     """
     return replace(stages, select=RandomExperts(), objective="consistency", objective_weight=alpha)
