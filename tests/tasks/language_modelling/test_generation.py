@@ -1,10 +1,14 @@
 """Generation: what is drawn, what the cache forgets, and text that appears as it is complete."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from pointsman._errors import RunError
+from pointsman.ops.kernels import Kernels
+from pointsman_lab.cli.main import main
 from pointsman_lab.data.vocabulary import Vocabulary
 from pointsman_lab.models.decoder import Decoder, DecoderConfig
 from pointsman_lab.models.transformer_xl import TransformerXL, TransformerXLConfig
@@ -14,6 +18,8 @@ from pointsman_lab.tasks.language_modelling.generation import (
     check_prompts,
     generate,
 )
+from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.run import Run
 
 SHAPE = {"num_layers": 1, "dim": 16, "num_heads": 2, "head_dim": 8, "hidden_dim": 8, "num_experts": 4}
 
@@ -50,6 +56,19 @@ def test_a_seed_draws_the_same_and_top_p_cuts_the_rest() -> None:
     assert set(Sampling().draw(logits, generators).tolist()) == {0, 1, 2}
     for temperature in (1e-39, 1e-30):
         assert set(Sampling(temperature).draw(100 * logits, generators).tolist()) == {int(logits[0].argmax())}
+
+
+@pytest.mark.parametrize("router", ["smoe", "soft"])
+def test_the_command_draws_words_of_the_vocabulary_at_any_k(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], router: str
+) -> None:
+    shape = DecoderConfig(vocab_size=4000, router=router, allow_non_causal=True, init_std=0.5, **SHAPE)  # type: ignore[arg-type]
+    config, words = RunConfig(model=shape, precision="float32"), Vocabulary("word", ["<unk>", "a", "b"])
+    loaded = Run(Path("run"), config, 1, Decoder(shape).eval(), words, Kernels())
+    monkeypatch.setattr("pointsman_lab.training.run.load_run", lambda *_, **__: loaded)
+    assert main(["generate", "run", "--prompt", "a b", "--tokens", "9", "--device", "cpu"]) == 0
+    assert len(capsys.readouterr().out.split()) == 11
+    assert bool(drawn(loaded.model, [[1]]).max() > 2)
 
 
 def test_text_appears_when_its_character_is_complete() -> None:

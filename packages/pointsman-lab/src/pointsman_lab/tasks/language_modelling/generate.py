@@ -33,6 +33,7 @@ def generate(flags: Parser, values: argparse.Namespace, device: str) -> int | No
         flags.without_effect(values, ("--temperature", "--top-p", "--seed"), "with --greedy")
     from pointsman.control import set_top_k
     from pointsman.ops.kernels import using
+    from pointsman.routers.frame.registry import has_one_k
     from pointsman_lab._files import write_whole
     from pointsman_lab.models.stack import LanguageModel
     from pointsman_lab.tasks.language_modelling.generation import Sampling, check_prompts
@@ -48,7 +49,8 @@ def generate(flags: Parser, values: argparse.Namespace, device: str) -> int | No
         print(f"{missed} {loaded.vocabulary.level}s of the prompt are unknown to the model", file=sys.stderr)
     check_prompts([ids for ids, _ in encoded], loaded.context)  # before anything is printed
     if loaded.sparse:
-        set_top_k(loaded.model, values.top_k or loaded.last_top_k)
+        if values.top_k or not has_one_k(loaded.config.model.router):
+            set_top_k(loaded.model, values.top_k or loaded.last_top_k)
     elif values.top_k:
         raise RunError(f"{flags.prog}: --top-k {values.top_k}: the model has no sparse layer")
     texts = []
@@ -70,7 +72,7 @@ def _shown(model: Any, vocabulary: Any, prompt: str, ids: Any, **how: Any) -> st
     added, end = "", vocabulary.end_id
     stream = TextStream(vocabulary, ids)
     print(printable(prompt), end="", flush=True)
-    for drawn in generate(model, [ids], **how):
+    for drawn in generate(model, [ids], words=vocabulary.size, **how):
         if (token := int(drawn[0])) == end:
             break
         text = stream.push(token)

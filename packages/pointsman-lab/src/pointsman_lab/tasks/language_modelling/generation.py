@@ -68,9 +68,9 @@ def check_prompts(prompts: Sequence[IdArray], context: int) -> None:
 
 @torch.no_grad()
 def generate(
-    model: Any, prompts: Sequence[IdArray], *, tokens: int, context: int, sampling: Sampling
+    model: Any, prompts: Sequence[IdArray], *, tokens: int, context: int, sampling: Sampling, words: int | None = None
 ) -> Iterator[Tensor]:
-    """Continues every prompt by `tokens` tokens; yields the next of each, [B].
+    """Continues every prompt by `tokens` of the first `words` ids (None: of all); yields the next of each, [B].
 
     Beyond the context the oldest tokens are forgotten.
     """
@@ -88,7 +88,7 @@ def generate(
     for _ in range(tokens):
         output = model(read, memory=memory, memory_length=context - 1, padding_mask=padding)
         memory, padding = output.memory, None
-        drawn = sampling.draw(output.logits[:, -1], generators)
+        drawn = sampling.draw(output.logits[:, -1, :words], generators)
         yield drawn
         read = drawn[:, None]
 
