@@ -8,7 +8,7 @@ import torch
 from pointsman._errors import RunError
 from pointsman.control import named_routers
 from pointsman_lab.models.decoder import Decoder, DecoderConfig
-from pointsman_lab.models.huggingface import difference, from_transformers, to_transformers
+from pointsman_lab.models.huggingface import difference, from_transformers, load_theirs, to_transformers
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 40, "num_layers": 3, "dim": 32, "num_heads": 4, "kv_heads": 2, "head_dim": 8, "hidden_dim": 40,
@@ -56,6 +56,19 @@ def test_there_and_back_the_logits_stay(name: str) -> None:
     assert difference(again, theirs, 2) < 1e-5
 
 
+@pytest.mark.parametrize("trained", [2, 8])
+def test_groups_are_kept_by_the_k_of_the_export(trained: int) -> None:
+    model = build(num_experts=16, router="loss-free:groups=4:kept=1", top_k=trained)
+    assert [to_transformers(model, top_k=k, length=64).config.topk_group for k in (2, 8)] == [1, 2]
+
+
+@pytest.mark.parametrize("spec", ["smoe:nulls=2", "loss-free:nulls=2"])
+def test_a_router_with_virtual_experts_starts_anew(spec: str) -> None:
+    theirs = to_transformers(build(router="smoe:bias=false"), top_k=2, length=64)
+    model = from_transformers(theirs, "there", spec)
+    assert load_theirs(model, theirs.state_dict(), None) == ["layers.0", "layers.1", "layers.2"]
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -64,6 +77,10 @@ def test_there_and_back_the_logits_stay(name: str) -> None:
         ({"router": "smoe:bias=false|loss-free"}, "layer layers.1 routes by 'loss-free'"),
         ({"router": "smoe:bias=false+similarity"}, "mixes tokens"),
         ({"router": "smoe:bias=false:capacity=1"}, "drops tokens"),
+        ({"router": "smoe:bias=false:nulls=2"}, "has virtual experts"),
+        ({"router": "smoe:bias=false:weigh=input"}, "weighs the inputs of experts"),
+        ({"router": "loss-free:groups=8:kept=4"}, "groups of one expert"),
+        ({"router": "loss-free:biased=logits"}, "ranks by logits"),
         ({"router": "top-p"}, "layer layers.0"),
         ({"router": "loss-free:groups=4:kept=2:group_score=max"}, "group_score=max"),
         ({"router": "smoe:bias=false", "qk_norm": "head", "shared_experts": 1}, "Qwen3Moe: it has no shared experts"),
@@ -89,6 +106,7 @@ def test_what_no_class_expresses_is_refused(changes: dict[str, Any], says: str) 
         ("deepseek_v3", {}, "latent attention"),
         ("llama", {}, "'llama' is no class that a decoder can be"),
         ("mixtral", {"sliding_window": 8, "max_position_embeddings": 64}, "sliding windows"),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}, "sliding windows"),
         ("qwen2_moe", {}, "biases in its attention"),
         ("glm4_moe", {}, "partial rotary positions"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),

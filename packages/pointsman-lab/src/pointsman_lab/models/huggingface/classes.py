@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -65,8 +65,8 @@ class GateWeights:
     correction: Tensor
 
 
-def gate_of(router: Router) -> tuple[GateRule, GateWeights]:
-    """The rule and the weights of a gate that routes as `router` does in evaluation.
+def gate_of(router: Router, top_k: int) -> tuple[GateRule, GateWeights]:
+    """The rule and the weights of a gate that routes as `router` does in evaluation at this k.
 
     Raises:
         ValueError: no gate of transformers does; says why, without the layer.
@@ -76,6 +76,10 @@ def gate_of(router: Router) -> tuple[GateRule, GateWeights]:
         raise ValueError(f"{where} mixes tokens, and no class does")
     if router.capacity is not None:
         raise ValueError(f"{where} drops tokens (capacity), and no class does")
+    if router.virtual:
+        raise ValueError(f"{where} has virtual experts (nulls), and no class does")
+    if router.weigh == "input":
+        raise ValueError(f"{where} weighs the inputs of experts, and no class does")
     with torch.no_grad():
         plain = router.score.plain_linear()
     if plain is None:
@@ -83,13 +87,9 @@ def gate_of(router: Router) -> tuple[GateRule, GateWeights]:
     weight, bias = plain
     if bias is not None and bool(bias.any()):
         raise ValueError(f"{where} has a bias, and no class's gate has one: train with bias=false")
-    kind: Literal["softmax", "sigmoid"]
-    if isinstance(router.normalize, Softmax):
-        kind = "softmax"
-    elif isinstance(router.normalize, Sigmoid):
-        kind = "sigmoid"
-    else:
+    if not isinstance(router.normalize, Softmax | Sigmoid):
         raise ValueError(f"{where} normalizes its scores as no class does")
+    kind: Literal["softmax", "sigmoid"] = "softmax" if isinstance(router.normalize, Softmax) else "sigmoid"
     select: Any = router.select
     correction = torch.zeros(router.num_experts)
     if type(select) is TopK:
@@ -97,11 +97,14 @@ def gate_of(router: Router) -> tuple[GateRule, GateWeights]:
     elif type(select) is BiasedTopK:
         if select.groups > 1 and select.group_score != "top2":
             raise ValueError(f"{where} has group_score={select.group_score}, and the classes have top2")
-        kept = max(select.kept, math.ceil(router.top_k * select.groups / router.num_experts))
+        kept = max(select.kept, math.ceil(top_k * select.groups / router.num_experts))
         correction = select.bias.detach().float().cpu()
-        rule = GateRule(kind, bool(select.renormalize), router.scale, select.groups, kept, bool(correction.any()))
-        if rule.groups == rule.kept:
-            rule = replace(rule, groups=1, kept=1)
+        groups, kept = (1, 1) if kept == select.groups else (select.groups, kept)
+        rule = GateRule(kind, bool(select.renormalize), router.scale, groups, kept, bool(correction.any()))
+        if 1 < groups == router.num_experts:
+            raise ValueError(f"{where} has groups of one expert, and the classes add the best two of a group")
+        if select.on_logits and not rule.plain:
+            raise ValueError(f"{where} ranks by logits (biased=logits), and the classes rank by scores")
     else:
         raise ValueError(f"{where} selects experts as no class does")
     return rule, GateWeights(weight.detach(), correction)

@@ -70,7 +70,7 @@ def to_transformers(model: Decoder, *, top_k: int, length: int, check: bool = Tr
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    gates = _gates(model)
+    gates = _gates(model, top_k)
     rule = next(iter(gates.values()))[0]
     found = _class_for(model, rule)
     settings = {**common_settings(model.config, top_k, length), **found.settings(model.config, rule)}
@@ -91,7 +91,7 @@ def to_transformers(model: Decoder, *, top_k: int, length: int, check: bool = Tr
     return theirs
 
 
-def _gates(model: Decoder) -> dict[int, tuple[GateRule, GateWeights]]:
+def _gates(model: Decoder, top_k: int) -> dict[int, tuple[GateRule, GateWeights]]:
     """Rule and weights of every sparse layer's gate; all rules are equal."""
     config = model.config
     for wrong, why in (
@@ -106,7 +106,7 @@ def _gates(model: Decoder) -> dict[int, tuple[GateRule, GateWeights]]:
     gates: dict[int, tuple[GateRule, GateWeights]] = {}
     for index, moe in sparse_layers(model):
         try:
-            gates[index] = gate_of(moe.router)
+            gates[index] = gate_of(moe.router, top_k)
         except ValueError as error:
             raise NoClassError(f"layer layers.{index}: {error}") from None
     rules = {index: rule for index, (rule, _) in gates.items()}
@@ -183,7 +183,7 @@ def load_theirs(model: Decoder, state: Mapping[str, Tensor], shared: str | None)
     """Copies the weights of a model of transformers into a decoder of the same shape, in place.
 
     Returns:
-        names of the sparse layers whose router keeps its own initial values: it has no linear scores to copy into.
+        names of the sparse layers whose router keeps its own initial values: not linear, or with virtual experts.
     """
     own = model.state_dict()
 
@@ -208,9 +208,9 @@ def load_theirs(model: Decoder, state: Mapping[str, Tensor], shared: str | None)
 
 
 def _start_gate(router: Router, state: Mapping[str, Tensor], gate: str) -> bool:
-    """Copies a gate's weight (and correction bias) into a linear router; False if it is none."""
+    """Copies a gate's weight (and correction bias) into a linear router; False if it is none or has nulls."""
     score: Any = router.score
-    if not isinstance(score, LinearScorer | FrozenLinearScorer):
+    if router.virtual or not isinstance(score, LinearScorer | FrozenLinearScorer):
         return False
     score.weight.copy_(state[f"{gate}.weight"])
     correction = state.get(f"{gate}.e_score_correction_bias")

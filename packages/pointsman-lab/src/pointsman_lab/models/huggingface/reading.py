@@ -35,10 +35,9 @@ def open_config(folder: str) -> Any:
 
 def class_of(kind: str, where: str) -> HubClass:
     """The class with this `model_type`."""
-    for one in CLASSES:
-        if one.kind == kind:
-            return one
-    known = [one.kind for one in CLASSES]
+    known = {one.kind: one for one in CLASSES}
+    if kind in known:
+        return known[kind]
     raise RunError(
         f"{where}: {kind!r} is no class that a decoder can be: {REFUSED.get(kind, did_you_mean(kind, known))}"
     )
@@ -94,8 +93,7 @@ def rule_of(config: Any, found: HubClass) -> GateRule:
     """The rule of the class's own gate."""
     if found.gate == "softmax":
         return GateRule("softmax", bool(found.always_renormalized or config.norm_topk_prob))
-    groups = int(config.n_group or 1)
-    kept = int(config.topk_group or 1)
+    groups, kept = int(config.n_group or 1), int(config.topk_group or 1)
     return GateRule("sigmoid", bool(config.norm_topk_prob), float(config.routed_scaling_factor), groups, kept)
 
 
@@ -117,7 +115,7 @@ def _moe_layers(config: Any, found: HubClass) -> str:
 def _refuse(config: Any, where: str) -> None:
     """RunError for what no decoder has."""
     windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
-    if config.model_type == "mixtral":
+    if config.model_type in ("mixtral", "qwen3_moe"):
         windows = config.sliding_window is not None and config.sliding_window < config.max_position_embeddings
     for refused, what in (
         (windows, "sliding windows"),
