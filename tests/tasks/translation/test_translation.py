@@ -106,9 +106,18 @@ def test_one_beam_is_greedy_and_more_are_no_worse_where_both_end() -> None:
     assert better
 
 
-def test_a_router_that_looks_ahead_is_refused_in_the_decoder() -> None:
-    with pytest.raises(ValueError, match="looks at later tokens"):
-        build("expert-choice")
+@pytest.mark.parametrize("router", ["expert-choice", "base"])
+def test_a_router_that_looks_ahead_is_refused_in_the_decoder(router: str) -> None:
+    with pytest.raises(ValueError, match=r"looks at later tokens.*; models of the family 'encoder-decoder' take none"):
+        build(router)
+
+
+@pytest.mark.parametrize("changes", [{"decoder_moe_layers": "1"}, {"decoder_moe_layers": "0", "decoder_layers": 1}])
+def test_layers_without_feed_forward_are_the_decoders_too(changes: dict[str, Any]) -> None:
+    allowed = {"moe_layers": "0", "decoder_moe_layers": "0", "attention_only": (1,)}
+    assert build(**allowed).config.decoder.layout.sparse == {0}
+    with pytest.raises(ValueError, match=r"attention_only=\(1,\): the decoder has \d layers .* not allow layer 1"):
+        build(**{**allowed, **changes})
 
 
 @pytest.fixture(scope="session")

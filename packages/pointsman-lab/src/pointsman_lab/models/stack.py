@@ -143,15 +143,15 @@ class Stack(nn.Module, Generic[Config]):
     def _check_causal(self, router: Router) -> None:
         causal, training = self._causal
         if causal and not router.causal:
-            raise ValueError(
-                f"router {router.spec!r} looks at later tokens, which a language model predicts; "
-                "allow_non_causal=True (--set model.allow_non_causal=true) takes it all the same"
-            )
-        if training and not router.training_causal:
-            raise ValueError(
-                f"router {router.spec!r} looks at later tokens in training, though not in evaluation; "
-                "allow_non_causal_training=True (--set model.allow_non_causal_training=true) takes it all the same"
-            )
+            told, allow = ", which a language model predicts", "allow_non_causal"
+        elif training and not router.training_causal:
+            told, allow = " in training, though not in evaluation", "allow_non_causal_training"
+        else:
+            return
+        way = f"{allow}=True (--set model.{allow}=true) takes it all the same"
+        if not hasattr(self.config, allow):
+            way = f"models of the family {self.config.family!r} take none"
+        raise ValueError(f"router {router.spec!r} looks at later tokens{told}; {way}")
 
     def _dense(self, width: int, dropout: float, experts: dict[str, Any], blocks: int = 1) -> FeedForward:
         return FeedForward(

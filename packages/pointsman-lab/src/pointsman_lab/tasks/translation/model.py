@@ -58,7 +58,13 @@ class TranslationConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        parse_moe_layers(self.decoder_moe_layers, self.decoder_layers or self.num_layers)
+        layers = self.decoder_layers or self.num_layers
+        sparse = parse_moe_layers(self.decoder_moe_layers, layers).sparse
+        if wrong := [one for one in self.attention_only if one in sparse or one >= layers]:
+            raise ValueError(
+                f"attention_only={self.attention_only}: the decoder has {layers} layers and "
+                f"decoder_moe_layers={self.decoder_moe_layers!r}, which do not allow layer {wrong[0]}"
+            )
 
     @property
     def encoder(self) -> EncoderConfig:
