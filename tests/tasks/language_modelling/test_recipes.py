@@ -75,6 +75,7 @@ def test_mutual_informs_settings() -> None:
     )
     assert (medium.batch_size, medium.segment_length, medium.memory_length, medium.clip_norm) == (48, 512, 1024, 0)
     assert (large.batch_size, large.segment_length, large.memory_length, large.warmup_steps) == (24, 1024, 2048, 5000)
+    assert (large.steps, preset("mutual-glam-code").steps) == (60_000, 80_000)
     assert (glam.memory_length, glam.learning_rate, glam.steps) == (2048, 7e-5, 80_000)
     assert [config.top_k_schedule(100) for config in (medium, large, glam)] == [2, 2, 2]
 

@@ -29,12 +29,12 @@ _HYPERROUTER = {
     "train_top_k": "2:N", "validate_every": 4000, "checkpoint_every": 4000, "log_every": 50,
 }  # fmt: skip
 _MUTUAL = {
-    "steps": 80_000, "batch_size": 48, "segment_length": 512, "memory_length": 1024, "learning_rate": 7e-4,
+    "steps": 60_000, "batch_size": 48, "segment_length": 512, "memory_length": 1024, "learning_rate": 7e-4,
     "warmup_steps": 4000, "lr_schedule": "constant", "clip_norm": 0.0, "train_top_k": "2",
     "eval_batch_size": 48, "eval_segment_length": 512, "eval_memory_length": 1024,
     "validate_every": 1000, "checkpoint_every": 1000, "log_every": 50,
 }  # fmt: skip
-_GLAM = {**_MUTUAL, "memory_length": 2048, "eval_memory_length": 2048, "learning_rate": 7e-5}
+_GLAM = {**_MUTUAL, "steps": 80_000, "memory_length": 2048, "eval_memory_length": 2048, "learning_rate": 7e-5}
 _MUTUAL_MEDIUM = {"num_layers": 6, "dim": 352, "num_heads": 8, "head_dim": 44, "hidden_dim": 352}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -72,7 +72,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "small": {**_HYPERROUTER, "model": {"num_layers": 4}},
     "medium": {**_HYPERROUTER, "model": {"num_layers": 8}},
     "large": {**_HYPERROUTER, "steps": 100_000, "model": {"num_layers": 12}},
-    "mutual-medium": {**_MUTUAL, "steps": 60_000, "model": _MUTUAL_MEDIUM},
+    "mutual-medium": {**_MUTUAL, "model": _MUTUAL_MEDIUM},
     "mutual-large": {
         **_MUTUAL, "batch_size": 24, "segment_length": 1024, "memory_length": 2048, "warmup_steps": 5000,
         "eval_batch_size": 24, "eval_segment_length": 1024, "eval_memory_length": 2048,
