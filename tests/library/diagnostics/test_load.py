@@ -86,6 +86,13 @@ def test_co_activation_against_counting():
     assert all(a["lift"] >= b["lift"] for a, b in zip(found["pairs"], found["pairs"][1:], strict=False))
 
 
+def test_co_activation_counts_under_autocast():
+    diagnostic = CoActivation()
+    with torch.autocast("cpu", torch.bfloat16):
+        diagnostic.update(of := random_routing(1003, 3, 2))
+    assert diagnostic.together.diagonal().tolist() == torch.bincount(of.experts.flatten()).tolist()
+
+
 def test_a_dead_expert_goes_with_none():
     diagnostic = CoActivation()
     experts = torch.tensor([[0, 1]] * 12)

@@ -168,8 +168,8 @@ class CoActivation(RoutingDiagnostic):
         width = routing.num_experts
         together = torch.zeros(width, width, dtype=torch.float64, device=experts.device)
         for start in range(0, experts.shape[0], CHUNK):
-            hot = members(experts[start : start + CHUNK], width).float()
-            together += (hot.T @ hot).double()  # counts up to CHUNK are exact in float32
+            hot = members(experts[start : start + CHUNK], width).double()  # autocast would round float32's products
+            together += hot.T @ hot
         self._add(together=together, tokens=(experts >= 0).any(-1).sum().double())
 
     def result(self) -> dict[str, Any]:
