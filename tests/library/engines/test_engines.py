@@ -274,6 +274,14 @@ def test_the_page_says_which_router_each_engine_carries() -> None:
     assert len(SPECS) >= 30
 
 
+@pytest.mark.parametrize("option", ["capacity", "eval_capacity"])
+def test_capacity_is_refused_by_layers_that_drop_nothing(option: str) -> None:
+    sizes = {"dim": DIM, "num_experts": EXPERTS, "top_k": 2}
+    carried("engine", f"smoe:{option}=1", **sizes, dropped=True)
+    with pytest.raises(ValueError, match=f"^engine: router 'smoe:{option}=1': capacity drops assignments"):
+        carried("engine", f"smoe:{option}=1", **sizes)
+
+
 def test_the_dense_form_of_a_routing() -> None:
     router = build_router("smoe", dim=DIM, num_experts=EXPERTS, top_k=2)
     context = pointsman.RoutingContext(padding_mask=torch.tensor([[True, True, False]]))

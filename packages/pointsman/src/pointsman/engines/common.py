@@ -66,7 +66,7 @@ def carried(
         raise refuse("it asks all experts for their outputs, which this layer computes after the choice")
     if router.virtual:
         raise refuse("it has virtual experts, which this layer does not have")
-    if not dropped and {"capacity"} & {*parsed.options, *parsed.choice_options}:
+    if not dropped and {"capacity", "eval_capacity"} & {*parsed.options, *parsed.choice_options}:
         raise refuse("capacity drops assignments, and this layer takes k experts for every token")
     with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
