@@ -73,6 +73,16 @@ def test_padding_is_not_counted(model):
     assert found[0]["tokens"] == 3
 
 
+def test_padding_alone_has_no_figures(model):
+    monitor = RoutingMonitor(model, every=1)
+    with monitor.observe(1):
+        model(torch.randn(2, 3, 8), RoutingContext(padding_mask=torch.zeros(2, 3, dtype=torch.bool)))
+    row = monitor.rows()[0]  # the other ranks wait for it
+    assert (row["tokens"], row["entropy"], row["experts_per_token"]) == (0, None, None)
+    with monitor.observe(2), pytest.raises(ValueError, match="no router ran in 1 observed steps"):
+        monitor.rows()
+
+
 def test_no_margin_where_every_expert_is_chosen():
     monitor = RoutingMonitor(model := TwoLayers(top_k=4), every=1)
     with monitor.observe(1):
