@@ -99,6 +99,15 @@ def test_one_class_has_no_value():
     assert same_place.result()["value"] is None
 
 
+@pytest.mark.parametrize("spoiled", [torch.nan, torch.inf])
+def test_hidden_states_that_are_not_finite_have_no_value(spoiled):
+    diagnostic, hidden = RepresentationCollapse(), torch.randn(4, 3)
+    hidden[0, 0] = spoiled
+    diagnostic.update(of_classes(torch.tensor([0, 0, 1, 1]), 2), hidden=hidden)
+    found = diagnostic.result()
+    assert (found["classes"], found["value"], found["within"]) == (2, None, None)
+
+
 def test_padding_counts_nothing_and_shards_equal_one_pass():
     routing = random_routing(80, 5, 2)
     hidden = torch.randn(80, 6)

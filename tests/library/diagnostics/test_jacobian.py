@@ -133,7 +133,7 @@ def test_padding_counts_nothing_and_shards_equal_one_pass():
     whole = JacobianTerms(layer)
     whole.update(hidden[mask], gradient[mask])
     masked, shards = JacobianTerms(layer), JacobianTerms(layer)
-    masked.update(hidden, gradient, context)
+    masked.update(torch.where(mask[..., None], hidden, torch.nan), gradient, context)
     for row in (0, 1):
         shard = JacobianTerms(layer)
         shard.update(hidden[row : row + 1], gradient[row], RoutingContext(padding_mask=mask[row : row + 1]))
@@ -141,6 +141,17 @@ def test_padding_counts_nothing_and_shards_equal_one_pass():
     assert whole.result()["tokens"] == int(mask.sum())
     assert same(whole.result(), masked.result())
     assert same(whole.result(), shards.result())
+
+
+def test_what_is_not_finite_is_none():
+    layer, hidden = layer_of("smoe"), torch.randn(1, TOKENS, DIM)
+    diagnostic = JacobianTerms(layer)
+    diagnostic.update(hidden, torch.full((TOKENS, DIM), torch.nan))
+    none = {"norm_mean": None, "rank": None, "effective_rank": None, "in_span": None}
+    assert diagnostic.result()["gradient"] == dict.fromkeys(("j1", "j2", "both"), none)
+    with torch.no_grad():
+        layer.router.score.weight.fill_(torch.nan)
+    assert JacobianTerms(layer).result()["span_rank"] is None
 
 
 def test_gradients_of_a_models_layers():

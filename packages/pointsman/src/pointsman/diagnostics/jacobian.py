@@ -46,7 +46,7 @@ class JacobianTerms(Diagnostic):
         self.layer: MoE | None = layer
         self.eps = 0.0
         span = router_span(layer.router)
-        self._basis = None if span is None else _row_basis(span)
+        self._basis = None if span is None or not span.isfinite().all() else _row_basis(span)
         self.moments = {name: Moments() for name in TERMS}
         self.second: Tensor | None = None  # [3, dim, dim]: sums of outer products of the gradients
 
@@ -87,7 +87,8 @@ class JacobianTerms(Diagnostic):
             second = _vjp(tuple(_weights(routing).values()), into_router, of_weights).flatten(0, 1)
             real = (chosen(routing, None, virtual=True) >= 0).any(-1)
             real = real if mask is None else real & mask.reshape(-1)
-            terms = torch.stack([first, second, first + second.to(first.dtype)]).double() * real[:, None]
+            terms = torch.stack([first, second, first + second.to(first.dtype)]).double()
+            terms = torch.where(real[:, None], terms, 0.0)  # also where padding is NaN
             for term, values in zip(TERMS, terms, strict=True):
                 self.moments[term].add(values.norm(dim=-1), real)
             self._add(second=terms.mT @ terms)
@@ -116,7 +117,7 @@ class JacobianTerms(Diagnostic):
 
     def _spectrum(self, second: Tensor | None) -> dict[str, Any]:
         found: dict[str, Any] = {"rank": None, "effective_rank": None, "in_span": None}
-        if second is None:
+        if second is None or not second.isfinite().all():
             return found
         squares = torch.linalg.eigvalsh(second).clamp_min(0)
         total = squares.sum()

@@ -71,9 +71,9 @@ class RepresentationCollapse(RoutingDiagnostic):
         kept = count >= 2
         classes, tokens = int(kept.sum()), float(count[kept].sum())
         found |= {"tokens": int(tokens), "classes": classes, "class_tokens": count.long().tolist()}
-        if classes < 2:
-            return found
         mean, count = self.mean.cpu()[kept], count[kept]
+        if classes < 2 or not mean.isfinite().all():
+            return found
         centred = mean - (mean * (count / tokens)[:, None]).sum(0)
         within = self.scatter.cpu() / tokens
         # pinv(S_B) = C sum_r v_r v_r^T / s_r^2 with the singular values and right vectors of the C x dim matrix
