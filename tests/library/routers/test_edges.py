@@ -8,6 +8,7 @@ from torch import nn
 
 from pointsman import MoE, RoutingContext, build_router, freeze, materialize, step_end
 from pointsman.auxiliary import balance, token_mean
+from pointsman.ops.kernels import PLAIN, Kernels, using
 from pointsman.routers.frame.registry import parse_spec
 
 
@@ -192,3 +193,12 @@ def test_shapes_alone_on_the_meta_device(router: str, experts: str) -> None:
     assert output.shape == hidden.shape
     output.sum().backward()
     assert hidden.grad is not None
+
+
+@pytest.mark.parametrize("kernels", [None, PLAIN])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_shapes_alone_in_every_dtype(tokens: int, dtype: torch.dtype, kernels: Kernels | None) -> None:
+    with torch.device("meta"), using(kernels):
+        output = MoE(16, 32, 4).to(dtype)(torch.empty(2, tokens, 16, dtype=dtype))
+    assert (output.shape, output.dtype, output.is_meta) == ((2, tokens, 16), dtype, True)

@@ -67,7 +67,9 @@ def _apply(hidden: Tensor, routing: Routing, parameters: ExpertParameters, activ
 
 
 def _path(hidden: Tensor, parameters: ExpertParameters, expert: Tensor) -> str:
-    """ "cpu" or "cuda" where the fast path of that device can be taken, otherwise "plain"."""
+    """ "cpu" or "cuda" where the fast path of that device can be taken, "meta" for shapes alone, otherwise "plain"."""
+    if hidden.is_meta and not transformed():
+        return "meta"
     exporting = torch.compiler.is_exporting()  # which may not ask how many pairs a routing will have
     if plain_wanted() or transformed() or not (exporting or expert.numel()):
         return "plain"
@@ -87,7 +89,7 @@ def _path(hidden: Tensor, parameters: ExpertParameters, expert: Tensor) -> str:
     return kind
 
 
-_DTYPES = {"cpu": function.DTYPES, "meta": function.DTYPES, "cuda": grouped_mm.DTYPES}
+_DTYPES = {"cpu": function.DTYPES, "cuda": grouped_mm.DTYPES}
 
 
 def _each_contiguous(tensor: Tensor) -> Tensor:
