@@ -94,6 +94,23 @@ def test_the_whole_is_scaled_alike() -> None:
     torch.testing.assert_close([grad / 65536 for grad in gradients(model)], attached())
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("attach", [False, True])
+def test_losses_count_where_the_output_needs_no_gradient(attach: bool, recompute: bool) -> None:
+    torch.manual_seed(0)
+    layer = MoE(8, 16, 4, router="compete:rate=1", attach_losses=attach)  # its weights are the experts' alone
+    pointsman.freeze(layer, "experts")
+    _, routing = layer(data(), return_routing=True)
+    (expected,) = torch.autograd.grad(sum(routing.losses.values()), layer.router.score.weight)
+    head = nn.Linear(8, 1)
+    for _ in range(2):
+        layer.zero_grad()
+        output = checkpoint(layer, data(), use_reentrant=False) if recompute else layer(data())
+        loss = head(output).sum()
+        (loss if attach else pointsman.add_losses(loss, layer)).backward()
+        torch.testing.assert_close(layer.router.score.weight.grad, expected)
+
+
 def test_without_gradients_and_in_evaluation_the_loss_is_as_it_was() -> None:
     model = Model()
     with torch.no_grad():

@@ -79,12 +79,14 @@ class LossDelivery(nn.Module):
             statistics: what `gather` gets in backward, once for each micro-batch, of a layer in training.
         """
         self.last = {name: value.detach() for name, value in losses.items()}
-        attached = list(losses.values()) if self.how == "attach" else []
         kept = self._keep(losses) if losses and self.training and self.how == "collect" else None
-        if attached and self.training and not torch.compiler.is_compiling():
+        # collected ones enter, too, where the output's node, which holds them, has no other input with a gradient
+        attached = list(losses.values()) if self.how == "attach" or (kept and not output.requires_grad) else []
+        if attached and not kept and self.training and not torch.compiler.is_compiling():
             self._warn_of_scale(output)
         gathers = gather if self.training and statistics else None
-        if not (attached or gathers or kept) or not torch.is_grad_enabled() or not output.requires_grad:
+        live = torch.is_grad_enabled() and any(one.requires_grad for one in (output, *attached))
+        if not (attached or gathers or kept) or not live:
             return output
         delivered: Tensor = Deliver.apply(output, self.scale, gathers, statistics, kept, *attached)  # type: ignore[no-untyped-call]
         return delivered
@@ -207,7 +209,7 @@ class Deliver(torch.autograd.Function):
             ctx.gather(ctx.statistics)
         if ctx.kept is not None and ctx.kept.losses and ctx.kept.home is not None:
             ctx.kept.home.lose()
-        return (grads[0], None, None, None, None, *(ctx.scale.to(dtype) for dtype in ctx.dtypes))
+        return (grads[0], None, None, None, None, *(None if ctx.kept else ctx.scale.to(dtype) for dtype in ctx.dtypes))
 
 
 def deliveries(model: nn.Module) -> dict[str, LossDelivery]:
