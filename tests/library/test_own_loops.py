@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,6 +119,20 @@ def test_lightning(tmp_path: Path) -> None:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     options = {"accelerator": "cpu", "enable_model_summary": False, "default_root_dir": str(tmp_path), **quiet}
     run("Lightning", 4, options=options)
+
+
+def test_lightning_goes_on_with_another_model_after_an_error() -> None:
+    pytest.importorskip("lightning")
+    from pointsman.engines.lightning import RoutingLog
+
+    log, trainer = RoutingLog(every=1), SimpleNamespace(fit_loop=SimpleNamespace(total_batch_idx=0))
+    for model in (Model(), Model()):
+        model.log_dict = (logged := []).append  # type: ignore[assignment, var-annotated]
+        log.on_train_batch_start(trainer, model)
+        model(torch.randn(2, 5, 8))
+        log.on_train_batch_end(trainer, model)
+        assert logged
+        log.on_exception(trainer, model, KeyboardInterrupt())
 
 
 @pytest.mark.slow

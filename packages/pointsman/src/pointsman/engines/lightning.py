@@ -56,6 +56,8 @@ class RoutingLog(Callback):
         if values := scalars(self.monitor.rows()):
             module.log_dict(values)
 
-    def on_train_end(self, trainer: Any, module: Any) -> None:
+    def on_train_end(self, trainer: Any, module: Any, *exception: Any) -> None:
         self.observing.close()
         self.monitor = None
+
+    on_exception = on_train_end
