@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from pointsman.diagnostics import Fluctuation
+from pointsman.diagnostics.base import first_choice
 from pointsman.routing import Routing
 from tests.library.diagnostics.helpers import part, random_routing, same
 
@@ -32,6 +33,11 @@ def test_the_first_expert_is_the_heaviest_not_the_first_column():
     diagnostic = Fluctuation()
     diagnostic.update(one, two)
     assert diagnostic.result()["top1"] == 0
+
+
+def test_a_dropped_entry_is_not_the_first_expert():
+    routing = of_experts([[-1, 3], [-1, -1]], weights=[[0.0, -2.0], [0.0, 0.0]])
+    assert first_choice(routing).tolist() == [3, -1]
 
 
 def test_the_same_routing_does_not_fluctuate():

@@ -136,7 +136,7 @@ def chosen(routing: Routing, mask: Tensor | None, *, virtual: bool = False) -> T
 def first_choice(routing: Routing, mask: Tensor | None = None) -> Tensor:
     """The expert with the largest combine weight [tokens]; the first one among equals, -1 for none."""
     experts = chosen(routing, mask)
-    weights = routing.weights.detach().masked_fill(experts < 0, -1.0)
+    weights = routing.weights.detach().masked_fill(experts < 0, -torch.inf)
     best = (weights == weights.amax(-1, keepdim=True)).to(torch.int8).argmax(-1, keepdim=True)
     return experts.gather(-1, best)[:, 0]
 
