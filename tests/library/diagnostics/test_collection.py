@@ -71,6 +71,13 @@ def test_models_of_lower_precision(model):
     )
 
 
+def test_a_mask_must_be_bool(model):
+    attention_mask = torch.ones(1, 4, dtype=torch.int64)
+    observing = Diagnostics().observe(model, mask=attention_mask)
+    with pytest.raises(ValueError, match=r"mask must be bool, .*, got torch\.int64$"), observing:
+        model(torch.randint(0, VOCABULARY, (1, 4)))
+
+
 def test_only_what_is_asked_for(model):
     diagnostics = Diagnostics("entropy", "specialisation")
     with diagnostics.observe(model):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from pointsman._errors import did_you_mean
@@ -90,6 +91,8 @@ class Diagnostics:
             token_ids: of the forward, any shape with one element per token.
             mask: bool, any such shape, True for tokens that count. Padding never counts.
         """
+        if mask is not None and mask.dtype != torch.bool:
+            raise ValueError(f"Diagnostics.observe: mask must be bool, True for a token that counts, got {mask.dtype}")
         records: dict[str, Routing] = {}
         layers = named_layers(model)
 
