@@ -9,8 +9,9 @@ import tracemalloc
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from pointsman import MoE, RoutingContext
+from pointsman import MoE, RoutingContext, record_routing
 from pointsman.diagnostics import Diagnostics, Fluctuation
 from tests.library.diagnostics.helpers import same
 
@@ -69,6 +70,16 @@ def test_models_of_lower_precision(model):
     assert results[0]["first"]["outputs"]["cka_mean"] == pytest.approx(
         results[1]["first"]["outputs"]["cka_mean"], abs=0.05
     )
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_backward_repeats_is_not_counted_again(reentrant):
+    layer, hidden = MoE(8, 16, 4, router="smoe+similarity"), torch.randn(2, 5, 8, requires_grad=True)
+    diagnostics, seen = Diagnostics("load", "mixing"), []
+    with diagnostics.observe(layer), record_routing(layer, lambda *one: seen.append(one)):
+        checkpoint(layer, hidden, use_reentrant=reentrant).sum().backward()
+    assert [found["tokens"] for found in diagnostics.result()[""].values()] == [10, 10]
+    assert len(seen) == 1
 
 
 def test_a_mask_must_be_bool(model):

@@ -17,7 +17,7 @@ from pointsman.routing import Routing, RoutingContext
 from pointsman.traces.trace import TraceWriter
 
 Callback = Callable[[str, Routing, RoutingContext | None], None]
-Observer = Callable[[str, Routing, RoutingContext | None, Tensor], None]
+Observer = Callable[[str, Routing, RoutingContext | None, Tensor], object]
 KNOWN = (
     "known are MoE and Router of pointsman, and of transformers the classes with a gate beside their experts "
     "(Mixtral, Qwen3-MoE, DeepSeek-V3, GPT-OSS, …; docs/huggingface-compatibility.md names all)"
@@ -81,12 +81,13 @@ def listener(model: nn.Module, asked: str) -> Any:
 def observe_routing(model: nn.Module, observe: Observer, asked: str = "observe_routing") -> Iterator[None]:
     """Calls observe(layer, routing, context, hidden [tokens, dim]), all detached, at every forward of a layer inside.
 
-    What `torch.compile` has compiled runs uncompiled inside: code from before these hooks would not call them.
+    What activation checkpointing repeats in a backward is left out. What `torch.compile` has compiled runs uncompiled
+    inside: code from before these hooks would not call them.
 
     Raises:
         ValueError: as of `listener`.
     """
-    handles = listener(model, asked).hooks(observe)
+    handles = listener(model, asked).hooks(lambda *seen: torch._C._current_graph_task_id() == -1 and observe(*seen))
     compiles = "torch._dynamo" in sys.modules
     with torch.compiler.set_stance("force_eager") if compiles else nullcontext():
         try:
