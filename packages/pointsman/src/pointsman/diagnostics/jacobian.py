@@ -87,8 +87,7 @@ class JacobianTerms(Diagnostic):
             second = _vjp(tuple(_weights(routing).values()), into_router, of_weights).flatten(0, 1)
             real = (chosen(routing, None, virtual=True) >= 0).any(-1)
             real = real if mask is None else real & mask.reshape(-1)
-            terms = torch.stack([first, second, first + second.to(first.dtype)]).double()
-            terms = torch.where(real[:, None], terms, 0.0)  # also where padding is NaN
+            terms = torch.stack([first, second, first + second.to(first.dtype)]).double().masked_fill(~real[:, None], 0)
             for term, values in zip(TERMS, terms, strict=True):
                 self.moments[term].add(values.norm(dim=-1), real)
             self._add(second=terms.mT @ terms)

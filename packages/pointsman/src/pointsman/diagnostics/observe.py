@@ -22,7 +22,8 @@ def observe_mixing(model: nn.Module, observe: Callable[[str, Tensor, Tensor, Rou
     def hook_of(name: str) -> Callable[..., None]:
         def hook(mixer: Any, args: tuple[Any, ...], output: Any) -> None:
             if torch._C._current_graph_task_id() == -1:  # no backward, which repeats what is checkpointed
-                observe(name, *mixer.neighbours(*args), args[2])
+                own, effective = mixer.neighbours(*args)
+                observe(name, own, effective, args[2])
 
         return hook
 

@@ -56,8 +56,9 @@ class RoutingLog(Callback):
         if values := scalars(self.monitor.rows()):
             module.log_dict(values)
 
-    def on_train_end(self, trainer: Any, module: Any, *exception: Any) -> None:
+    def on_train_end(self, trainer: Any, module: Any) -> None:
         self.observing.close()
         self.monitor = None
 
-    on_exception = on_train_end
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        self.on_train_end(trainer, module)
