@@ -17,7 +17,7 @@ from pointsman._errors import RunError
 from pointsman_lab.report import write_report
 from pointsman_lab.report.page import asset
 from pointsman_lab.report.protocol import pairing
-from pointsman_lab.report.series import binned, over_seeds
+from pointsman_lab.report.series import binned, loss, over_seeds, short_layer
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import read_comparison
 from tests.lab.report.fixtures import write_comparison, write_finetuning, write_run
@@ -122,6 +122,22 @@ def test_bins_average_and_resumed_steps_count_once() -> None:
     curve = binned([(step, float(step)) for step in range(1, 101)], 100, bins=4)
     assert curve == {12.5: 13.0, 37.5: 38.0, 62.5: 63.0, 87.5: 88.0}
     assert over_seeds([{1.0: 2.0, 2.0: 4.0}, {1.0: 3.0}]) == [[1.0, 2.5, 2.0, 3.0], [2.0, 4.0]]
+
+
+def test_seeds_of_unequal_length_are_averaged_at_the_same_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pointsman_lab.report.inside.COLUMNS", 12)
+    path = write_comparison(tmp_path / "c", ("smoe",), (0, 1), unfinished=[("smoe", 1)], steps=300)
+    points = loss(read_comparison(path), bits=False)["series"][0]["points"]
+    assert [len(point) for point in points] == [4] * 80 + [2] * 80
+    found = page(path).data["inside"]["entropy"]["of"]["blocks.0.moe"][0]["points"]
+    assert [len(point) for point in found] == [4] * 6 + [2] * 6
+
+
+def test_layers_of_encoder_and_decoder_have_names_of_their_own() -> None:
+    names = ["encoder.layers.1.moe", "model.decoder.layers.1.ffn", "blocks.1.moe", "a.1.b.2"]
+    assert list(map(short_layer, names)) == ["encoder layer 1", "decoder layer 1", "layer 1", "a.1.b.2"]
 
 
 def test_rows_that_cannot_be_paired_are_named(tmp_path: Path) -> None:

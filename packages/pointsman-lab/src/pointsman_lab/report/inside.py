@@ -77,10 +77,9 @@ def over_training(
 
     def curve(layer: str, run: RunRecord) -> Curve:
         found = rows[run.router, run.seed].get(layer, [])
-        pairs = [(float(row["step"]), value) for row in found if (value := finite(row.get(name))) is not None]
-        return binned(pairs, last, COLUMNS)
+        return {float(row["step"]): value for row in found if (value := finite(row.get(name))) is not None}
 
-    of = {layer: per_router(comparison, partial(curve, layer)) for layer in layer_names(comparison)}
+    of = {layer: per_router(comparison, partial(curve, layer), last, COLUMNS) for layer in layer_names(comparison)}
     return by_layer({layer: curves for layer, curves in of.items() if curves})
 
 

@@ -34,9 +34,11 @@ def by_layer(of: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def short_layer(name: str) -> str:
-    """'layers.3.inner' -> 'layer 3', counted as the model counts; other names stay."""
-    numbers = [part for part in name.split(".") if part.isdigit()]
-    return f"layer {numbers[0]}" if len(numbers) == 1 else name
+    """'layers.3.inner' -> 'layer 3', 'encoder.layers.3' -> 'encoder layer 3', as the model counts; others stay."""
+    parts = name.split(".")
+    numbers = [part for part in parts if part.isdigit()]
+    side = next((f"{part} " for part in parts if part in ("encoder", "decoder")), "")
+    return f"{side}layer {numbers[0]}" if len(numbers) == 1 else name
 
 
 def quality(table: ComparisonTable) -> list[dict[str, Any]]:
@@ -72,13 +74,13 @@ def cell_point(x: float, cell: Cell, scale: float) -> dict[str, float] | None:
 
 
 def binned(rows: Iterable[tuple[float, float]], last: float, bins: int = BINS) -> Curve:
-    """(step, value) pairs averaged in equal bins of (0, last], x = the bin's middle; unchanged if few.
-
-    Of two values for one step the later one counts: a resumed run repeats steps.
-    """
+    """(step, value) pairs, `in_bins` if they are many; of two values for one step the later one counts."""
     values = dict(rows)
-    if len(values) <= bins:
-        return dict(sorted(values.items()))
+    return in_bins(values, last, bins) if len(values) > bins else dict(sorted(values.items()))
+
+
+def in_bins(values: Curve, last: float, bins: int) -> Curve:
+    """A curve averaged in equal bins of (0, last], x = the bin's middle."""
     groups: dict[int, list[float]] = {}
     for step, value in values.items():
         groups.setdefault(min(bins - 1, max(0, math.ceil(step / last * bins) - 1)), []).append(value)
@@ -112,9 +114,9 @@ def loss(comparison: Comparison, *, bits: bool) -> dict[str, Any]:
     last, name = last_step(comparison), "bits" if bits else "loss"
 
     def curve(run: RunRecord) -> Curve:
-        return binned(_pairs(run.metrics("train"), name), last)
+        return dict(_pairs(run.metrics("train"), name))
 
-    return {"label": "loss (bits)" if bits else "loss (nats)", "series": per_router(comparison, curve)}
+    return {"label": "loss (bits)" if bits else "loss (nats)", "series": per_router(comparison, curve, last, BINS)}
 
 
 def validation(comparison: Comparison, scale: float = 1.0) -> dict[str, Any]:
@@ -128,15 +130,23 @@ def validation(comparison: Comparison, scale: float = 1.0) -> dict[str, Any]:
             if k is not None and step is not None and value is not None:
                 rows.setdefault(int(k), {})[step] = value * scale
         for k, values in rows.items():
-            tables.setdefault(k, {})[key] = binned(values.items(), last)
+            tables.setdefault(k, {})[key] = values
     ks = sorted(tables)
-    of = {str(k): per_router(comparison, lambda run, k=k: tables[k].get((run.router, run.seed), {})) for k in ks}  # type: ignore[misc]
+    of = {
+        str(k): per_router(comparison, lambda run, k=k: tables[k].get((run.router, run.seed), {}), last, BINS)  # type: ignore[misc]
+        for k in ks
+    }
     return {"choices": [[str(k), str(k)] for k in ks], "first": str(ks[-1]) if ks else None, "of": of}
 
 
-def per_router(comparison: Comparison, curve: Callable[[RunRecord], Curve]) -> list[dict[str, Any]]:
-    """For every router its runs' curves over seeds."""
-    return drawn({name: over_seeds([curve(run) for run in comparison.of(name)]) for name in comparison.routers})
+def per_router(
+    comparison: Comparison, curve: Callable[[RunRecord], Curve], last: float = 0.0, bins: int = 0
+) -> list[dict[str, Any]]:
+    """For every router its runs' curves over seeds; where one has more points than `bins`, all are put `in_bins`."""
+    curves = {name: [curve(run) for run in comparison.of(name)] for name in comparison.routers}
+    if bins and any(len(one) > bins for of in curves.values() for one in of):
+        curves = {name: [in_bins(one, last, bins) for one in of] for name, of in curves.items()}
+    return drawn({name: over_seeds(of) for name, of in curves.items()})
 
 
 def _pairs(rows: Iterable[Mapping[str, Any]], name: str) -> Iterable[tuple[float, float]]:

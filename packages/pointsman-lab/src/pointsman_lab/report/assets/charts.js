@@ -166,7 +166,7 @@ function lineChart(root, spec) {
     const xTicks = spec.xLog2 || spec.xNames ? xs : niceTicks(x0, x1, Math.max(3, Math.round(inner.width / 80)));
     const xLabels = tickLabels(xTicks);
     for (const [i, t] of xTicks.entries()) svg.append(shape("line", { class: "axis", x1: X(t), x2: X(t), y1: bottom, y2: bottom + 4 }),
-      shape("text", { x: X(t), y: bottom + 17, "text-anchor": "middle" }, spec.xNames ? spec.xNames[t].replace(/^layer /, "") : spec.xLog2 ? String(t) : xLabels[i]));
+      shape("text", { x: X(t), y: bottom + 17, "text-anchor": "middle" }, spec.xNames ? spec.xNames[t].replace(/^(?:(.)\w* )?layer /, "$1") : spec.xLog2 ? String(t) : xLabels[i]));
     svg.append(shape("line", { class: "axis", x1: margin.left, x2: width - margin.right, y1: bottom, y2: bottom }));
     if (spec.zero) svg.append(shape("line", { class: "zero", x1: margin.left, x2: width - margin.right, y1: Y(0), y2: Y(0) }));
     svg.append(shape("text", { x: margin.left + inner.width / 2, y: height - 6, "text-anchor": "middle" }, spec.xLabel),
