@@ -240,6 +240,25 @@ def test_a_score_is_paired_by_seed() -> None:
     assert difference(cells, "clusters", "smoe", "xmoe").values == [0.0]
 
 
+def test_a_strangers_exam_is_shown_and_obeyed_by_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = ["oracle", "plain", "smoe", "[/a]\x1b]0;b\x07"]
+    cells = made({"oracle": [1.0, 0.0], "plain": [1.0, 2.0], "smoe": [1.7e308] * 2, rows[3]: [0.5, 1.0]})
+    cells["clusters", "smoe"]["runs"] |= {"00": {"value": 1.0}, "x": {"value": 1.0}}
+    cells["clusters", "smoe"]["runs"]["0"]["curve"] = [[0, 1.0], [1.0]]
+    cells["clusters", "plain"]["runs"]["0"]["curve"] = [[0, 1.0]]
+    card = Card(["clusters"], cells, rows)
+    assert scores(cells, "clusters", rows[3]) == {1: 0.5}
+    assert scores(cells, "clusters", "smoe") == {}
+    card.print()
+    shown = capsys.readouterr().out
+    assert "[/a]" in shown
+    assert not set("\x1b\x07") & set(shown)
+    assert "0.0,90.0" not in write_card(card, tmp_path).read_text()
+    Card([], {}, []).print()
+
+
 def test_a_task_stays_by_one_rule() -> None:
     near = [0.001 * seed for seed in range(8)]
     good = {"oracle": [0.001] * 8, "plain": [0.4] * 8, "smoe": [0.1 + one for one in near], "xmoe": [0.3] * 8}

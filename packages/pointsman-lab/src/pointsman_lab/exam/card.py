@@ -10,6 +10,7 @@ from typing import Any
 
 from pointsman_lab._files import write_whole
 from pointsman_lab._grid import NONE, Grid
+from pointsman_lab._values import printable
 from pointsman_lab.exam.registry import TASKS
 from pointsman_lab.exam.scores import Cells, mean_of_runs, regret, scores, values
 from pointsman_lab.exam.student import ROWS
@@ -74,7 +75,7 @@ class Card(Forms):
         from rich.text import Text
 
         console = Console()
-        first = max(len(task) for task in self.tasks) + 2
+        first = max(map(len, self.tasks), default=0) + 2
         wide = max(1, (console.width - first - 2) // (CELL + 2))
         shown = [row for row in self.rows if row not in ("oracle", "plain")]
         for start in range(0, len(shown), wide):
@@ -82,7 +83,7 @@ class Card(Forms):
             view = Table(box=None, padding=(0, 1), title=None if start else "score: 0 = one expert, 1 = the oracle")
             view.add_column("task", no_wrap=True)
             for row in block:
-                view.add_column("\n".join(wrap(row, CELL)), justify="right", width=CELL)
+                view.add_column(Text(printable("\n".join(wrap(row, CELL)))), justify="right", width=CELL)
             for task in self.tasks:
                 line = [(self.score(task, row), self.text_of(task, row).partition(" ±")[0]) for row in block]
                 cells = [Text(text, "dim" if one is None else SHADES[level(one)]) for one, text in line]
@@ -128,11 +129,11 @@ def _number(value: float | None) -> str:
 
 def polyline(curve: Sequence[Sequence[float | None]]) -> Mapping[str, str]:
     """Points of an SVG polyline of [[step, value], ...], the values from 0 to the largest; empty without a curve."""
-    known = [(step, value) for step, value in curve if step is not None and value is not None]
+    known = [(at[0], at[1]) for at in curve if len(at) == 2 and at[0] is not None and at[1] is not None]
     if not known:
         return {}
     width, height = 240, 90
-    last, top = known[-1][0], max(*(value for _, value in known), 1e-9)
+    last, top = max(known[-1][0], 1e-9), max(*(value for _, value in known), 1e-9)
     points = " ".join(f"{step / last * width:.1f},{height - max(value, 0) / top * height:.1f}" for step, value in known)
     return {"points": points, "top": f"{top:.3g}", "steps": f"{last:g}"}
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
+from pointsman_lab._values import finite
 from pointsman_lab.exam.registry import TASKS
 from pointsman_lab.exam.student import ROWS
 from pointsman_lab.report.cell import Paired
@@ -18,21 +20,26 @@ NEAR = 0.02
 APART = 10
 """How many times further from the floor `plain` must stay."""
 LEAST_SEEDS = 8
+_SEED = re.compile("0|[1-9][0-9]{0,8}")
 
 
 def values(cells: Cells, task: str, row: str) -> dict[int, float]:
-    """The primary measure by seed; without runs that diverged."""
+    """The primary measure by seed; without runs that diverged, or whose seed is no whole number."""
     runs = cells.get((task, row), {}).get("runs", {})
-    return {int(seed): run["value"] for seed, run in runs.items() if run["value"] is not None}
+    kept = {
+        seed: run["value"] for seed, run in runs.items() if _SEED.fullmatch(seed) and finite(run["value"]) is not None
+    }
+    return {int(seed): value for seed, value in kept.items()}
 
 
 def scores(cells: Cells, task: str, row: str) -> dict[int, float]:
-    """Score by seed, where row, plain and oracle have that seed; none where a run of the row diverged."""
+    """Score by seed, where row, plain and oracle have it and these two differ; none where a run of the row diverged."""
     if any(run["value"] is None for run in cells.get((task, row), {}).get("runs", {}).values()):
         return {}
     own, plain, oracle = (values(cells, task, name) for name in (row, "plain", "oracle"))
-    return {seed: (plain[seed] - own[seed]) / (plain[seed] - oracle[seed])
-            for seed in sorted(own.keys() & plain.keys() & oracle.keys())}  # fmt: skip
+    seeds = [seed for seed in sorted(own.keys() & plain.keys() & oracle.keys()) if plain[seed] != oracle[seed]]
+    found = {seed: finite((plain[seed] - own[seed]) / (plain[seed] - oracle[seed])) for seed in seeds}
+    return {seed: score for seed, score in found.items() if score is not None}
 
 
 def regret(cells: Cells, task: str, row: str) -> dict[int, float]:
