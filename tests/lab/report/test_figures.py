@@ -10,6 +10,9 @@ import pytest
 
 from pointsman._errors import RunError
 from pointsman_lab.report import figures
+from pointsman_lab.report.figures import _audit
+from pointsman_lab.report.tables import ComparisonTable
+from pointsman_lab.runs.comparison import read_comparison
 from tests.lab.report.fixtures import write_comparison, write_run
 
 HEADS = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
@@ -38,6 +41,11 @@ def test_same_data_same_bytes(tmp_path: Path) -> None:
 def test_what_has_no_data_is_left_out(tmp_path: Path) -> None:
     path = write_comparison(tmp_path / "c", ("smoe",), (0,), missing=[("smoe", 0)])
     assert figures(path, ("svg",)) == []
+    run = write_run(tmp_path / "r", steps=4)
+    (run / "audit.json").write_text("{}")
+    (run / "evaluation.json").write_text((run / "evaluation.json").read_text().replace('"load"', '"else"'))
+    comparison = read_comparison(run)
+    assert _audit(comparison, [], ComparisonTable.of(comparison)) is None
 
 
 def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

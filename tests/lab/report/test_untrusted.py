@@ -19,17 +19,20 @@ import pytest
 
 from pointsman._errors import RunError
 from pointsman_lab._grid import Grid
+from pointsman_lab._values import finite, printable
 from pointsman_lab.cli.main import main
 from pointsman_lab.data.subwords import Subwords
+from pointsman_lab.report.cell import squared_variation
 from pointsman_lab.report.inside import readable
 from pointsman_lab.report.page import write_report
 from pointsman_lab.report.tables import ComparisonTable
+from pointsman_lab.report.task_table import TaskTable, consistency
 from pointsman_lab.runs.checkpoints import CheckpointError
 from pointsman_lab.runs.compact import RECORD, restore, write_record
 from pointsman_lab.runs.record import read_metrics
 from pointsman_lab.tasks.images.layouts import open_layout
 from pointsman_lab.training.run import load_run
-from tests.lab.report.fixtures import write_comparison, write_run
+from tests.lab.report.fixtures import write_comparison, write_finetuning, write_run
 
 posix = pytest.mark.skipif(os.name != "posix", reason="pipes of a POSIX system")
 
@@ -128,12 +131,15 @@ def test_lines_hold_nothing_that_a_terminal_obeys(tmp_path: Path, capsys: pytest
     text = Grid(["router", "k"], [["smoe\x1b[2J\x07\x9b", "1"]]).text()
     assert not set("\x1b\x07\x9b") & set(text)
     assert "smoe" in text
+    assert printable("a\u202e\u2066b\u2069\u2028\n\tc") == "a\ufffd\ufffdb\ufffd\ufffd\n\tc"
 
 
 def test_cells_of_a_csv_file_begin_no_formula() -> None:
-    grid = Grid(["router", "k"], [["=HYPERLINK(1)", "-0.5"], ["+x", -1.5], ["@y", None], ["-z", "\tq"], ["-", "+1.0"]])
+    grid = Grid(["router", "k"], [["=HYPERLINK(1)", "-0.5"], ["+x", -1.5], ["@y", None], ["-z", "\tq"], ["-", "+1.0"],
+                                   ["-1+cmd|'/C calc'!A0", "-0.1 ± 0.2 (0.1)"], ["+1e-05", "-3"]])  # fmt: skip
     lines = grid.csv().splitlines()[1:]
-    assert lines == ["'=HYPERLINK(1),-0.5", "'+x,-1.5", "'@y,-", "'-z,'\tq", "-,+1.0"]
+    assert lines == ["'=HYPERLINK(1),-0.5", "'+x,-1.5", "'@y,-", "'-z,'\tq", "-,+1.0", "'-1+cmd|'/C calc'!A0,-0.1 ± 0.2 (0.1)",
+                     "+1e-05,-3"]  # fmt: skip
 
 
 def test_a_cost_that_is_not_whole_is_left_out(tmp_path: Path) -> None:
@@ -142,6 +148,28 @@ def test_a_cost_that_is_not_whole_is_left_out(tmp_path: Path) -> None:
     assert "MFLOP" not in ComparisonTable.read(run).text()
     changed(run / "evaluation.json", lambda values: values["cost"].__setitem__("total", 7))
     assert "MFLOP" in ComparisonTable.read(run).text()
+
+
+def test_figures_that_no_run_has_stop_no_page(tmp_path: Path) -> None:
+    out = write_comparison(tmp_path / "grid", ("smoe",), seeds=(0, 1), steps=20)
+    for seed in (0, 1):
+        run = out / "runs" / "r0" / f"seed-{seed}"
+        changed(run / "evaluation.json", lambda values: values["results"][0].update(value=1.7e308))
+        tuned = write_finetuning(run, "sst2", "smoe", seed, metric=0.7)
+        changed(
+            tuned / "evaluation.json", lambda values: (values.pop("protocol"), values["results"][0].update(top_k=2))
+        )
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        rows = [{**row, "load": []} if row["kind"] == "routing" else row for row in map(json.loads, lines)]
+        (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    page = write_report(out).read_text()
+    assert "the protocol is not recorded" in page
+    changed(run / "evaluation.json", lambda values: values["results"][0]["routers"]["blocks.0.moe"].pop("load"))
+    assert TaskTable.read(out, "sst2").note == "the protocol is not recorded"
+    changed(tuned / "evaluation.json", lambda values: values["results"][0]["routers"]["blocks.0.moe"].pop("load"))
+    assert consistency([(tuned, json.loads((tuned / "evaluation.json").read_text()))]) is None
+    assert [finite(value) for value in (1e151, -(10**400), float("nan"), 2, True)] == [None, None, None, 2.0, None]
+    assert squared_variation({"load": [1e-200, float("nan")]}) is None
 
 
 def test_rows_of_metrics_have_types(tmp_path: Path) -> None:

@@ -133,6 +133,14 @@ def test_a_fault_is_a_line_with_the_files_name(
     assert lines[-1].endswith("would be refused or are missing")
 
 
+def test_what_no_reader_foresaw_is_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pointsman_lab.report.page.render", lambda _: {}["protocol"])
+    run = write_run(tmp_path / "run", steps=4)
+    assert verified(capsys, run)[1][0] == f"{run}: damaged: KeyError('protocol')"
+
+
 def test_a_record_and_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = write_comparison(tmp_path / "grid", ("smoe", "xmoe"), seeds=(0,))
     record = write_record(out)

@@ -15,7 +15,7 @@ from pointsman_lab._values import printable
 NONE = "-"
 """The cell of a figure that does not exist."""
 
-_NUMBER = re.compile(r"[+-]?[0-9]")
+_NUMBER = re.compile(r"[+-]?[0-9][0-9.,e±() +-]*")
 _SENTENCE = re.compile(r"(?<=[.])\s+(?=[A-Z])")
 
 _LATEX = {
@@ -132,7 +132,7 @@ class Grid:
 
 def _no_formula(cell: Any) -> Any:
     formula = isinstance(cell, str) and cell != NONE and cell.startswith(("=", "+", "-", "@", "\t", "\r"))
-    return f"'{cell}" if formula and not _NUMBER.match(cell) else cell
+    return f"'{cell}" if formula and not _NUMBER.fullmatch(cell) else cell
 
 
 def escape_latex(text: str) -> str:

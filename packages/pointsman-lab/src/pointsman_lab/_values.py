@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import sys
@@ -21,14 +20,14 @@ from pointsman._values import written as written
 
 
 def finite(value: Any) -> float | None:
-    """`value` as a finite float; None for everything else, nan, infinities and booleans included."""
+    """`value` as a float whose square is finite; None for everything else, nan, infinities and booleans included."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
         number = float(value)
     except OverflowError:  # a whole number beyond the largest float
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= 1e150 else None
 
 
 def mean_of(values: Iterable[Any]) -> float | None:
@@ -46,11 +45,17 @@ def flattened(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield prefix + key, value
 
 
-_OBEYED = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}")
+_OBEYED = dict.fromkeys(
+    [*range(9), *range(11, 32), *range(127, 160), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A)],
+    "\N{REPLACEMENT CHARACTER}",
+)
 
 
 def printable(text: str) -> str:
-    """`text` for a terminal: what one obeys instead of showing it becomes U+FFFD, but for tabs and ends of lines."""
+    """`text` for a terminal: what one obeys instead of showing it becomes U+FFFD, but for tabs and ends of lines.
+
+    So do the characters that turn the direction of writing: with them code reads otherwise than it runs.
+    """
     return text.translate(_OBEYED)
 
 

@@ -87,8 +87,8 @@ def faults(root: Path, kind: str) -> Iterator[str]:
             check()
         except OSError as error:
             line = f"{place}: {error.strerror or error}"
-        except (ValueError, RecursionError) as error:
-            line = " ".join(str(error).split())
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            line = " ".join((str(error) if isinstance(error, ValueError) else f"damaged: {error!r}").split())
             line = line if str(place) in line else f"{place}: {line}"
         else:
             continue

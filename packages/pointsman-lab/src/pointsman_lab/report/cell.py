@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pointsman_lab._grid import NONE
+from pointsman_lab._values import finite
 from pointsman_lab.intervals import LEVEL, student_quantile
 from pointsman_lab.runs.paths import REPEAT
 
@@ -57,8 +58,9 @@ def metric(name: str) -> Metric:
 
 def squared_variation(layer: Mapping[str, Any]) -> float | None:
     """Squared coefficient of variation of a layer's expert loads, 0 = even; None without loads."""
-    load = [share or 0.0 for share in layer.get("load") or []]
-    return statistics.pvariance(load) / statistics.fmean(load) ** 2 if load and sum(load) else None
+    load = [finite(share) or 0.0 for share in layer.get("load") or [0.0]]
+    even = statistics.fmean(load) ** 2
+    return statistics.pvariance(load) / even if even else None
 
 
 @dataclass(frozen=True)

@@ -222,8 +222,8 @@ def _audit(comparison: Comparison, curves: Sequence[Mapping[str, Any]], table: C
 
     [run] = comparison.runs.values()
     results, own = run.results(), read_object(run.path / AUDIT).get("top_k")
-    layers = results[own if own in results else max(results)].get("routers")
-    if not layers:
+    layers = results[own if own in results else max(results)].get("routers") or {}
+    if not (layers := {name: layer for name, layer in layers.items() if layer.get("load")}):
         return None
     experts = max(len(layer["load"]) for layer in layers.values())
     load = np.full((len(layers), experts), np.nan)

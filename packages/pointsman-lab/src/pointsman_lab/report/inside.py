@@ -94,7 +94,8 @@ def load_heat(
         layers = []
         for name, found in rows[run.router, run.seed].items():
             loads = {float(row["step"]): row["load"] for row in found if isinstance(row.get("load"), list)}
-            if loads and len({len(load) for load in loads.values()}) == 1:
+            lengths = {len(load) for load in loads.values()}
+            if len(lengths) == 1 and lengths != {0}:
                 layers.append({"name": name, "label": short_layer(name), **_heat(loads, last)})
         if layers:
             return {"router": router, "seed": run.seed, "layers": layers}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pointsman_lab._grid import NONE, Grid
-from pointsman_lab._values import mean_of
+from pointsman_lab._values import finite, mean_of
 from pointsman_lab.report.forms import Forms
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import Comparison, read_comparison
@@ -83,7 +84,7 @@ class TaskTable(Forms):
         seeds = sorted({run.seed for run in tuned}) or list(comparison.seeds)
         begun = {run.router for run in tuned}
         routers = [router for router in comparison.routers if router in begun or not tuned]
-        protocol = next((dict(run.evaluation["protocol"]) for run in tuned if run.done), {})
+        protocol = next((run.evaluation.get("protocol") or {"split": "test"} for run in tuned if run.done), {})
         table = ComparisonTable.of(
             Comparison(comparison.path, comparison.settings, routers, seeds, found),
             split=protocol.get("split", "test"),
@@ -98,6 +99,12 @@ class TaskTable(Forms):
         protocol = self.protocol
         if not protocol:
             return "nothing has been fine-tuned yet"
+        with suppress(AttributeError, LookupError, TypeError, ValueError):  # of a stranger's file
+            return self._words(protocol)
+        return "the protocol is not recorded"
+
+    @staticmethod
+    def _words(protocol: Mapping[str, Any]) -> str:
         start = "from scratch" if protocol["from_scratch"] else "from the pre-trained run"
         balance = protocol["balance"]
         words = [
@@ -163,11 +170,11 @@ def consistency(records: Sequence[tuple[Path, Mapping[str, Any]]], top_k: int = 
     """
     groups: dict[Path, dict[str, list[list[float]]]] = {}
     for path, record in records:
-        for row in () if record["protocol"].get("from_scratch") else record["results"]:
+        for row in () if record.get("protocol", {}).get("from_scratch") else record.get("results", ()):
             if row.get("top_k") == top_k:
                 for layer, values in row.get("routers", {}).items():
                     loads = groups.setdefault(pretrained_of(path), {}).setdefault(layer, [])
-                    loads.append([share or 0.0 for share in values["load"]])
+                    loads.append([finite(share) or 0.0 for share in values.get("load") or ()])
     every = [loads for layers in groups.values() for loads in layers.values()]
     if all(len(loads) < 2 for loads in every):
         return None
