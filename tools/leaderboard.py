@@ -13,7 +13,6 @@ import math
 import multiprocessing
 import sys
 import tempfile
-from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -198,8 +197,8 @@ def check(file: Path, seed: int = 0) -> str:
 def row_of(entry: Mapping[str, Any]) -> list[str]:
     """name, bits at k = 1, 2 and N, the load's unevenness at k = 2, GFLOPs of its model at k = 2, seconds."""
     results = [{one["top_k"]: one for one in run["evaluation"]["results"]} for run in entry["runs"].values()]
-    results = [of if len(of) > 1 else defaultdict(of.popitem()[1].copy) for of in results]  # a dense model has one k
     ks = [1, 2, max(max(of) for of in results)]
+    results = [of if len(of) > 1 else dict.fromkeys(ks, *of.values()) for of in results]  # a dense model has one k
     bits = [Cell({seed: of[k]["value"] for seed, of in enumerate(results) if k in of}).text(3) for k in ks]
     loads = [
         value for of in results for layer in (of.get(2, {}).get("routers") or {}).values()

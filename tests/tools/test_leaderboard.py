@@ -12,9 +12,9 @@ import pytest
 
 from pointsman._errors import RunError
 from pointsman_lab.cli.main import main
-from pointsman_lab.runs.entry import digest
+from pointsman_lab.runs.entry import digest, read_entry, signed
 from tests.lab.cli.test_compare import SMALL, TEXT
-from tools.leaderboard import ROOT, check, page
+from tools.leaderboard import ROOT, check, page, row_of
 
 ROUTER = """
 import torch
@@ -78,6 +78,20 @@ def log_of(entry: dict[str, Any]) -> list[float]:
 
 def test_the_page_is_what_the_entries_give() -> None:
     assert (ROOT / "docs" / "leaderboard.md").read_text(encoding="utf-8") == page(ROOT / "leaderboard")
+
+
+def test_a_dense_entry_has_a_row_and_one_with_nan_is_refused(tmp_path: Path) -> None:
+    file = ROOT / "leaderboard" / "enwik8" / "smoe.json"
+    entry = json.loads(file.read_text())
+    for run in entry["runs"].values():
+        run["evaluation"]["results"] = run["evaluation"]["results"][:1]
+    _, *bits, load, _, _ = row_of(entry)
+    assert len(set(bits)) == 1
+    assert "-" not in (*bits, load)
+    log_of(entry)[3] = float("nan")
+    (tmp_path / "nan.json").write_text(json.dumps(signed(entry)))
+    with pytest.raises(RunError, match=r"nan\.json: a figure in it is no finite number"):
+        read_entry(tmp_path / "nan.json")
 
 
 @pytest.mark.slow

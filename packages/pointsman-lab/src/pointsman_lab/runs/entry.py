@@ -79,6 +79,10 @@ def read_entry(file: Path, shape: Mapping[str, Any] = SHAPE) -> dict[str, Any]:
     if entry is None:
         raise RunError(f"{file}: no such file")
     check_shape(entry, shape, str(file))
+    try:
+        json.dumps(entry, allow_nan=False)
+    except ValueError:
+        raise RunError(f"{file}: a figure in it is no finite number") from None
     if entry["format"] != FORMAT:
         raise RunError(f"{file}: no entry of format {FORMAT}")
     if entry["sha256"] != digest(entry):
