@@ -163,6 +163,41 @@ def test_nothing_to_share(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_what_open_would_refuse_is_not_shared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_comparison(Path("mine"), ["smoe"], [0], steps=4)
+    for name in ("runs.sharing.MOST_OTHERS", "runs.sharing.MOST_LINE"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"pointsman_lab.{name}", 1000, raising=False)
+            assert main(["share", "mine"]) == 2
+        assert "mine: too large for one file (" in capsys.readouterr().err
+    assert main(["share", "mine"]) == 0
+    text = zlib.decompress(Path("mine.pointsman").read_bytes())
+    Path("mine.pointsman").unlink()
+    monkeypatch.setattr("pointsman._files.MOST_VALUES", sum(map(text.count, (b",", b"[", b"{"))) - 1)
+    assert main(["share", "mine"]) == 2
+    assert " values); share single runs" in capsys.readouterr().err
+    assert not Path("mine.pointsman").exists()
+
+
+def test_a_file_is_opened_whole_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("full.pointsman").write_bytes(packed())
+    real = write_whole
+
+    def full(file: Path, text: str) -> Path:
+        if file.name == "evaluation.json":
+            raise OSError(28, "No space left on device")
+        return real(file, text)
+
+    monkeypatch.setattr("pointsman_lab.runs.sharing.write_whole", full)
+    assert main(["open", "full.pointsman"]) != 0
+    assert "no space left" in capsys.readouterr().err
+    assert not Path("full").exists()
+
+
 def packed(**changes: Any) -> bytes:
     write_run(Path("good"))
     assert main(["share", "good"]) == 0

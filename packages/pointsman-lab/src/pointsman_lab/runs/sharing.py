@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from pointsman_lab._files import (
     within,
     write_whole,
 )
-from pointsman_lab._shapes import check_shape, inflated, shape_of
+from pointsman_lab._shapes import MOST_LINE, MOST_OTHERS, check_shape, inflated, shape_of
 from pointsman_lab.runs.checkpoints import STATE, steps_of
 from pointsman_lab.runs.compact import RECORD, entries_of, line_of, packed, record_of, written
 from pointsman_lab.runs.imports import source_of
@@ -93,8 +94,17 @@ def share(folder: Path, out: Path, papers: str = "", cells: Mapping[str, Any] | 
         "name": folder.resolve().name, "comparison": _moved(plan, moved), "record": _moved(record, moved),
         "sources": sources, "modules": modules, "data": data, "papers": papers,
     }  # fmt: skip
+    content = json.dumps(told, allow_nan=False).encode()
+    line = max(map(len, record.encode().splitlines())) if plan is not None else 0
+    try:  # as `open` will
+        for size, most in ((len(content), MOST_OTHERS), (line, MOST_LINE)):
+            if size > most:
+                raise ValueError(f"{size:,} bytes; at most {most:,} are read")
+        parse_json(content.decode())
+    except ValueError as error:
+        raise RunError(f"{folder}: too large for one file ({error}); share single runs") from None
     with replacing(out) as aside, open_new(aside) as opened:
-        opened.write(zlib.compress(json.dumps(told, allow_nan=False).encode(), 9))
+        opened.write(zlib.compress(content, 9))
     return out
 
 
@@ -135,26 +145,31 @@ def _moved(value: Any, moved: Mapping[str, str]) -> Any:
 
 
 def open_shared(file: Path, out: Path) -> Opened:
-    """Writes the run, comparison or exam of a file into a new folder."""
+    """Writes the run, comparison or exam of a file into a new folder, whole or not at all."""
     told = _read(file)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out}: it exists and is not empty; choose another --out")
     here = str(out.resolve())
     record = _moved(told["record"], {HERE: here})
     if told["kind"] == "exam":
-        for name, content in _exam_files(file, record).items():
-            write_whole(within(out, *name.split("/")), json.dumps(content) + "\n")
-        return _others(told, out)
-    entries = list(entries_of(record.encode().splitlines(), file))  # checked before anything is written
-    if not entries or (told["comparison"] is None and len(entries) > 1):
-        raise RunError(f"{file}: damaged: {len(entries)} runs in it")
-    if told["comparison"] is None:
-        for name, content in entries[0]["files"].items():
-            write_whole(within(out, *name.split("/")), written(content))
+        files = {name: written(content) for name, content in _exam_files(file, record).items()}
     else:
-        write_whole(out / COMPARISON, written(_moved(told["comparison"], {HERE: here})))
-        write_whole(out / RECORD, record)
-    return _others(told, out)
+        entries = list(entries_of(record.encode().splitlines(), file))
+        if not entries or (told["comparison"] is None and len(entries) > 1):
+            raise RunError(f"{file}: damaged: {len(entries)} runs in it")
+        if told["comparison"] is None:
+            files = {name: written(content) for name, content in entries[0]["files"].items()}
+        else:
+            files = {RECORD: record, COMPARISON: written(_moved(told["comparison"], {HERE: here}))}
+    sources = {f"{SOURCES}/{name}": text for name, text in told["sources"].items()}
+    papers = {"papers.bib": told["papers"]} if told["papers"] else {}
+    try:
+        for name, text in {**sources, **papers, **files}.items():
+            write_whole(within(out, *name.split("/")), text)
+    except BaseException:
+        shutil.rmtree(here, ignore_errors=True)  # it was empty, or not there
+        raise
+    return Opened(out, tuple(map(out.joinpath, sources)), tuple(told["modules"]), told["data"], told["papers"])
 
 
 def _exam_files(file: Path, record: str) -> dict[str, Any]:
@@ -166,15 +181,7 @@ def _exam_files(file: Path, record: str) -> dict[str, Any]:
     check_shape(found, {"plan!": shape_of(EXAM), "cells!": {"*": shape_of("exam-a.json")}}, str(file))
     if bad := next((name for name in found["cells"] if not _CELL.fullmatch(name)), None):
         raise RunError(f"{file}: damaged: a cell called {bad!r}")
-    return {EXAM: found["plan"], **found["cells"]}
-
-
-def _others(told: Mapping[str, Any], out: Path) -> Opened:
-    """Writes the sources and the papers."""
-    sources = [write_whole(within(out, SOURCES, name), text) for name, text in told["sources"].items()]
-    if told["papers"]:
-        write_whole(out / "papers.bib", told["papers"])
-    return Opened(out, tuple(sources), tuple(told["modules"]), told["data"], told["papers"])
+    return {**found["cells"], EXAM: found["plan"]}
 
 
 def _read(file: Path) -> dict[str, Any]:
