@@ -104,6 +104,18 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
     assert Page(out.read_text()).data["routers"] == ["smoe", "hyperrouter"]
 
 
+def test_names_of_rows_are_no_words_of_the_text(tmp_path: Path) -> None:
+    path = write_comparison(tmp_path / "c", ("s", "smoe"), (0,), explorer=True, steps=20)
+    plan = json.loads((path / "comparison.json").read_text())
+    (path / "comparison.json").write_text(json.dumps(plan | {"shown": {"names": {"s": "Plain"}}}))
+    data = page(path).data
+    explorer = data["inside"]["explorer"]
+    assert data["routers"] == [one["name"] for one in explorer["routers"]] == ["Plain", "smoe"]
+    for words in (explorer["texts"][0], explorer["routers"][0]["map"]["tokens"]):
+        assert "Plain" not in words
+        assert "s" in words
+
+
 def test_hostile_names_are_text(tmp_path: Path) -> None:
     path = write_comparison(tmp_path / "c", ("smoe", "</script><img src=x onerror=alert(1)>"), (0,))
     found = page(path)

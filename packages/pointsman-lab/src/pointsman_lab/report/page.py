@@ -97,7 +97,8 @@ def renamed(value: Any, names: Mapping[str, str]) -> Any:
     if isinstance(value, str):
         return names.get(value, value)
     if isinstance(value, dict):
-        return {renamed(key, names): renamed(one, names) for key, one in value.items()}
+        words = ("texts", "tokens")  # of the data: no names
+        return {renamed(key, names): one if key in words else renamed(one, names) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(renamed(one, names) for one in value)
     return value.named(names) if isinstance(value, Grid) else value
