@@ -255,7 +255,10 @@ def test_a_strangers_exam_is_shown_and_obeyed_by_no_terminal(
     shown = capsys.readouterr().out
     assert "[/a]" in shown
     assert not set("\x1b\x07") & set(shown)
-    assert "0.0,90.0" not in write_card(card, tmp_path).read_text()
+    page = write_card(card, tmp_path).read_text()
+    assert "0.0,90.0" not in page
+    assert ".exam td a { color: inherit;" in page  # readable in the dark, where a cell has no colour
+    assert ".exam .l0 { background:" in page  # wins over `tbody tr:hover > *`
     Card([], {}, []).print()
 
 

@@ -195,6 +195,13 @@ def test_explorer_switches_change_the_text(opened: Any) -> None:
     assert (pressed("layer"), pressed("k")) == ("blocks.2.moe", "1")
 
 
+def test_explorer_keeps_the_focus_on_its_menu(opened: Any) -> None:
+    menu = find(opened, "#explorer .controls select")
+    press(opened, menu, "\ue015")  # down: the next router
+    eventually(opened, lambda: run(opened, "return !arguments[0].isConnected", menu))
+    assert run(opened, "return document.activeElement.getAttribute('aria-label')") == "router"
+
+
 def test_explorer_shows_the_full_distribution(opened: Any) -> None:
     hover(opened, find(opened, "#tok-5"))
     eventually(opened, lambda: len(opened.find_elements("css selector", "#explorer .side .bars li")) == 8)

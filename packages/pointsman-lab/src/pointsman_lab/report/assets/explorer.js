@@ -45,7 +45,7 @@ async function drawExplorer() {
   if (typeof DecompressionStream === "undefined") { root.append(element("p", { class: "note" }, "This browser is too old for the explorer (it lacks DecompressionStream).")); return; }
   const state = explorerState, cache = new Map();
   const controls = root.querySelector(".controls"), chips = element("div", { class: "chips", role: "group", "aria-label": "Experts" });
-  const pane = element("div", { class: "text", tabindex: "0", role: "application", "aria-label": "Text coloured by expert. Arrow keys move from token to token; Enter keeps a token." });
+  const pane = element("div", { class: "text", tabindex: "0", role: "application", "aria-label": "Text coloured by expert. Arrow keys move from token to token; Escape lets it go." });
   const side = element("div", { class: "side" });
   root.append(chips, element("div", { class: "reader" }, pane, side));
   let spans = [], now = null, current = null;
@@ -68,12 +68,13 @@ async function drawExplorer() {
   }
   function paintControls() {
     const { entry } = now;
-    const focus = document.activeElement?.closest?.("#explorer .controls") ? [document.activeElement.dataset.value, document.activeElement.parentElement.getAttribute("aria-label")] : null;
+    const nameOf = (one) => `${one.dataset.value ?? ""} ${one.closest("[aria-label]").getAttribute("aria-label")}`;
+    const focus = document.activeElement?.closest?.("#explorer .controls") ? nameOf(document.activeElement) : null;
     controls.replaceChildren(
       ...(routers.length > 1 ? [menu("router", routers.map((r, i) => [i, r.name]), state.router, (router) => choose({ router }))] : []),
       (entry.layers.length > 8 ? menu : choice)("layer", entry.layers, state.layer, (layer) => choose({ layer })),
       choice("k", entry.topK.map((k) => [k, String(k)]), state.k, (k) => choose({ k })));
-    if (focus) [...controls.querySelectorAll("button")].find((b) => b.dataset.value === focus[0] && b.parentElement.getAttribute("aria-label") === focus[1])?.focus();
+    if (focus) [...controls.querySelectorAll("button, select")].find((one) => nameOf(one) === focus)?.focus();
   }
   function paintText() {
     const { entry, tokens, view } = now;
