@@ -194,6 +194,7 @@ CHANGED_ELSEWHERE = {
     "runs.checkpoints": "folders under names that cannot be foreseen, in the run's own folder of checkpoints",
     "training.sharded": "the same, rank by rank",
     "runs.compact": "a scratch folder of this process",
+    "runs.sharing": "the new folder of `open`, where it did not become whole",
     "runs.environment": "git, asked for the commit of the source that runs",
     "data.cache": "the user's own cache",
     "data.download": "a scratch file in the user's own folder of data",

@@ -138,8 +138,8 @@ def test_cells_of_a_csv_file_begin_no_formula() -> None:
     grid = Grid(["router", "k"], [["=HYPERLINK(1)", "-0.5"], ["+x", -1.5], ["@y", None], ["-z", "\tq"], ["-", "+1.0"],
                                    ["-1+cmd|'/C calc'!A0", "-0.1 ± 0.2 (0.1)"], ["+1e-05", "-3"]])  # fmt: skip
     lines = grid.csv().splitlines()[1:]
-    assert lines == ["'=HYPERLINK(1),-0.5", "'+x,-1.5", "'@y,-", "'-z,'\tq", "-,+1.0", "'-1+cmd|'/C calc'!A0,-0.1 ± 0.2 (0.1)",
-                     "+1e-05,-3"]  # fmt: skip
+    assert lines == ["'=HYPERLINK(1),-0.5", "'+x,-1.5", "'@y,-", "'-z,'\tq", "-,+1.0",
+                     "'-1+cmd|'/C calc'!A0,-0.1 ± 0.2 (0.1)", "+1e-05,-3"]  # fmt: skip
 
 
 def test_a_cost_that_is_not_whole_is_left_out(tmp_path: Path) -> None:
