@@ -196,9 +196,11 @@ def _last_change(key: str) -> Callable[[Mapping[str, Any]], list[float | None]]:
 def _collapse_change(found: Mapping[str, Any]) -> list[float | None]:
     if not (history := found.get("history")):  # which has the earlier checkpoints alone
         return []
-    first = {name: (layer.get("collapse") or {}).get("value") for name, layer in history[0]["layers"].items()}
-    last = {name: (layer.get("collapse") or {}).get("value") for name, layer in found["layers"].items()}
-    ends = [(finite(first.get(name)), finite(value)) for name, value in last.items()]
+    first, last = (
+        {name: finite((layer.get("collapse") or {}).get("value")) for name, layer in of["layers"].items()}
+        for of in (history[0], found)
+    )
+    ends = [(first.get(name), value) for name, value in last.items()]
     return [None if one is None or two is None else two - one for one, two in ends]
 
 

@@ -73,7 +73,7 @@ start here: pointsman compare --routers smoe,hyperrouter --data stdlib
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Exit codes: 0 done, 1 `verify` or `check` found faults, 2 user error, 130 interrupted,
-    141 nobody reads.
+    141 nobody reads the output.
     """
     if STORE in os.environ:
         end_with_launcher()
@@ -112,7 +112,7 @@ def _main(words: Sequence[str]) -> int:
         with interrupts_kept():
             return int(importlib.import_module(f"pointsman_lab.cli.{name}").run(words[1:]))
     except (Exception, KeyboardInterrupt) as error:
-        if isinstance(error, BrokenPipeError) and not _read(sys.stdout):
+        if isinstance(error, BrokenPipeError) and not _has_reader(sys.stdout):
             raise
         told = explain(error)
         if told is None:
@@ -123,7 +123,7 @@ def _main(words: Sequence[str]) -> int:
         return code
 
 
-def _read(output: TextIO) -> bool:
+def _has_reader(output: TextIO) -> bool:
     """Whether somebody still reads it."""
     with suppress(OSError, ValueError):  # it is no pipe
         watched = select.poll()

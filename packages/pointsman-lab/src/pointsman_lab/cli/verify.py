@@ -28,7 +28,7 @@ read.
 """
 MOST_ENTRIES = 1_000_000
 INDEX = (".safetensors.index.json", ".bin.index.json")
-"""How names of transformers' weights end, and of lists of their shards."""
+"""How the names of transformers' lists of shards end."""
 Check = tuple[Path, Callable[[], object]]
 
 

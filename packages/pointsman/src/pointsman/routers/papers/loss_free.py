@@ -264,9 +264,9 @@ def loss_free(
     if real is not None and real > layer.top_k:
         raise ValueError(f"loss-free: option real={real}: allowed are numbers up to {layer.top_k} (top_k)")
     if (rate is not None and update not in RATES) or (centre is not None and update == "none"):
-        raise ValueError(f"loss-free: rate or centre: update={update} has none; leave it out")
+        raise ValueError(f"loss-free: update={update} has no {'centre' if rate is None else 'rate'}; leave it out")
     if (bins != 1000 and update != "quantile") or (group_score != "top2" and groups == 1):
-        raise ValueError("loss-free: bins needs update=quantile, and group_score groups")
+        raise ValueError("loss-free: bins needs update=quantile, group_score needs groups above 1")
     rate = RATES.get(update, 0.0) if rate is None else rate
     centre = update not in ("sign", "share") if centre is None else centre
     moving: SignUpdate | None = None
