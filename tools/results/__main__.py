@@ -16,7 +16,7 @@ from pointsman_lab._files import read_json, write_whole
 from pointsman_lab._grid import NONE, Grid, wrapped
 from pointsman_lab.registry import entries
 from pointsman_lab.report import series
-from pointsman_lab.report.cell import LEAST_SEEDS, Cell
+from pointsman_lab.report.cell import Cell
 from pointsman_lab.report.figures import save_lines
 from pointsman_lab.report.forms import Forms, joined
 from pointsman_lab.report.language_table import LanguageTable
@@ -44,21 +44,20 @@ class Pages:
     claims: Page
 
     def write(self, folder: Path) -> None:
-        """Writes a page for every grid that claims.toml names and that is there, and index.md."""
+        """Writes index.md, and a page for every grid of claims.toml that is there, if it is to have one."""
         values = read_toml(self.records / CLAIMS)
-        lines = []
+        lines = {}
         for name, grid in values["grids"].items():
-            if not (self.records / name).is_dir():
+            if not grid.get("page", True) or not (self.records / name).is_dir():
                 continue
             comparison = read_comparison(self.records / name)
             seeds = [sum(run.done for run in comparison.of(router)) for router in comparison.routers]
             if min(seeds) < self.claims.seeds_of(grid.get("family", "")):  # nobody looks before all of them are there
                 continue
-            rows = [f"[{name}]({name}.md)", grid.get("about", ""), str(len(comparison.routers)), str(max(seeds))]
-            lines.append(rows)
-            print(write_whole(folder / f"{name}.md", self.grid(name, grid.get("about", ""), comparison)))
-        grids = Grid(("grid", "what", "rows", "seeds"), lines, code=False, labels=2)
-        print(write_whole(folder / "index.md", wrapped(self.index(values, grids))))
+            link, about = f"[{name}]({name}.md)", grid.get("about", "")
+            lines[name] = [link, about, str(len(comparison.routers)), str(max(seeds))]
+            print(write_whole(folder / f"{name}.md", self.grid(name, about, comparison)))
+        print(write_whole(folder / "index.md", wrapped(self.index(values, lines))))
 
     def grid(self, name: str, about: str, comparison: Comparison) -> str:
         """Command, quality with paired differences, loads, diagnoses, and what else was evaluated."""
@@ -82,14 +81,19 @@ class Pages:
             parts += ["## diagnoses", "Means over layers (`pointsman diagnose`).", shown]
         return joined(*(part.strip() if part.startswith("```") else wrapped(part).strip() for part in parts))
 
-    def index(self, values: Mapping[str, Any], grids: Grid) -> str:
-        """The page that answers each question of claims.toml by the verdicts of its claims."""
+    def index(self, values: Mapping[str, Any], lines: Mapping[str, Sequence[str]]) -> str:
+        """The page that answers each question of claims.toml by the verdicts of its claims.
+
+        Args:
+            lines: of the grids that have a page: link, what, rows, seeds.
+        """
+        grids = Grid(("grid", "what", "rows", "seeds"), [*lines.values()], code=False, labels=2)
         parts = ["# Results", values["intro"], MADE, "## Verdicts", self.claims.counts().markdown()]
         for question in values["questions"]:
             of = [one for one in self.claims.tested if one.claim.question == question["name"]]
             answers = Grid(
                 ("claim", "grid", "difference", "control", "verdict"),
-                [_answer(one, self.records / one.claim.grid) for one in of],
+                [_answer(one, lines) for one in of],
                 code=False,
                 labels=5,
             )
@@ -123,9 +127,8 @@ def tuning(folder: Path) -> list[str]:
     return ["## tuning", what, Grid(header, lines, labels=1).markdown(), *notes]
 
 
-def _answer(one: Tested, grid: Path) -> Sequence[str]:
-    shown = one.judged is not None or (grid.is_dir() and one.seeds <= LEAST_SEEDS)
-    where = f"[{one.claim.grid}]({one.claim.grid}.md)" if shown else one.claim.grid
+def _answer(one: Tested, lines: Mapping[str, Sequence[str]]) -> Sequence[str]:
+    where = lines.get(one.claim.grid, [one.claim.grid])[0]
     return one.claim.claim, where, one.figure, one.against_control, f"**{one.verdict}**"
 
 
@@ -141,7 +144,7 @@ def measured(comparison: Comparison, columns: Mapping[str, Measure]) -> str:
     return Grid(("row", *titles), rows, labels=1).markdown() if rows else ""
 
 
-MAIN, ROWS = "enwik8-tiny-decoder", ("smoe", "smoe-dropout", "hyperrouter", "xmoe", "dense")
+MAIN, ROWS = "main-growing", ("smoe", "smoe-dropout", "hyperrouter", "xmoe", "dense")
 ROOT = Path(__file__).parents[2]
 
 

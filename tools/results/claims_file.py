@@ -6,6 +6,7 @@ It lies beside the grids. A grid is a comparison directory; a claim compares two
     command = "pointsman compare --data enwik8 --preset tiny"
     after = ["pointsman evaluate GRID --attack word"]     # optional: what else its claims need, with GRID as its folder
     family = "language"        # the default: of its claims
+    page = false               # optional: its claims stay, and its page goes, since a better grid has taken its place
 
     [families.language]        # optional; p-values are corrected within a family
     kind = "primary"           # or "exploratory", the default
@@ -71,7 +72,7 @@ from tools.results.measures import MARGINS, UNITS, Measure
 
 CLAIMS = "claims.toml"
 SHAPE: dict[str, Any] = {
-    "grids": {"*": {"command!": str, "after": [str], "family": str, "about": str}},
+    "grids": {"*": {"command!": str, "after": [str], "family": str, "about": str, "page": bool}},
     "intro": str,
     "questions": [{"name!": str, "title!": str, "picture!": str, "alt!": str, "note": str}],
     "families": {"*": {"kind": str, "seeds": int}},

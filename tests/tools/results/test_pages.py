@@ -74,6 +74,16 @@ def test_a_grid_and_the_index_of_a_folder(tmp_path: Path) -> None:
     assert {file.name for file in pages.iterdir()} == {"tiny.md", "index.md"}, "the other grids are not there"
 
 
+def test_the_page_of_a_grid_goes_and_its_claims_stay(tmp_path: Path) -> None:
+    folder, pages = invented(tmp_path), tmp_path / "pages"
+    pages.mkdir()
+    text = PAGE.replace("[grids.tiny]", QUESTION + "[grids.tiny]\npage = false")
+    (folder / CLAIMS).write_text(text + claim("ahead", question="first"))
+    Pages(folder, Page.read(folder)).write(pages)
+    assert "| ahead less | tiny | -1.0" in (pages / "index.md").read_text()
+    assert {file.name for file in pages.iterdir()} == {"index.md"}
+
+
 def test_of_a_primary_grid_nothing_is_shown_before_all_seeds(tmp_path: Path) -> None:
     folder, pages = invented(tmp_path), tmp_path / "pages"
     pages.mkdir()
