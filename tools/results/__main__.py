@@ -28,7 +28,7 @@ from pointsman_lab.runs.comparison import Comparison, read_comparison
 from pointsman_lab.tasks.attacks.table import attack_tables
 from pointsman_lab.tasks.images.robust_table import robust_tables
 from pointsman_lab.training.tune import CURVE, edges
-from tools.results.claims import Page, Tested
+from tools.results.claims import Page, Tested, tuned_rows
 from tools.results.claims_file import CLAIMS, read_toml
 from tools.results.measures import DIAGNOSED, UNITS, Measure
 from tools.results.trends import Trends
@@ -144,7 +144,7 @@ def measured(comparison: Comparison, columns: Mapping[str, Measure]) -> str:
     return Grid(("row", *titles), rows, labels=1).markdown() if rows else ""
 
 
-MAIN, ROWS = "main-growing", ("smoe", "smoe-dropout", "hyperrouter", "xmoe", "dense")
+MAIN, ROWS = "main-growing", ("smoe", "smoe-dropout", "hyperrouter", "xmoe", "dense-matched", "dense")
 ROOT = Path(__file__).parents[2]
 
 
@@ -159,7 +159,9 @@ def make(records: Path, folder: Path) -> None:
             content = joined(MADE, paper_tables(places, paper).markdown())
             print(write_whole(folder / f"paper-{paper}.md", wrapped(content)))
     if (records / MAIN).is_dir():
-        table = ComparisonTable.of(replace(read_comparison(records / MAIN), routers=ROWS))
+        specs = tuned_rows(records / MAIN)
+        rows = tuple(specs.get(row, row) for row in ROWS)
+        table = ComparisonTable.of(replace(read_comparison(records / MAIN), routers=rows))
         picture = folder / "pictures" / "quality.svg"
         print(save_lines(picture, series.quality(table), "experts per token, k", table.metric.label, ks=table.top_k))
 

@@ -84,6 +84,7 @@ class Tested:
         if claim.exam:
             return f"[exam](../exam/index.md), {claim.exam}: `{claim.row}` against `{claim.base}`"
         over = f": `{claim.row}` over `{claim.base}`, against {claim.limit:g}" if claim.timings else ""
+        over = f": `{claim.row}` against `{claim.base}`" if claim.losses else over
         return f"`{claim.test}`{over}" if over or claim.test.startswith(COMMANDS) else claim.test
 
     @property
@@ -244,7 +245,7 @@ def unit_of(claim: Claim, grids: Mapping[str, Comparison]) -> str:
     """Of the difference."""
     if claim.measure:
         return claim.measured.unit(grids.get(claim.grid))
-    return "of the time" if claim.timings else "of the score" if claim.exam else ""
+    return "of the time" if claim.timings else "of the score" if claim.exam else "bits" if claim.losses else ""
 
 
 def values_of(claim: Claim, other: str, grids: Mapping[str, Comparison], cells: Cells) -> list[float]:
@@ -297,15 +298,18 @@ def check_cost(claim: Claim, grid: Comparison | None) -> None:
 
 
 def over_limit(claim: Claim, folder: Path) -> list[float]:
-    """The row's time over the base's, minus the limit, one a turn; none without timings."""
-    if not claim.timings or (record := read_json(file := folder / claim.timings)) is None:
+    """The row's time over the base's, minus the limit, one a turn; of losses row minus base, one a seed."""
+    kind, name = ("bits", claim.losses) if claim.losses else ("seconds", claim.timings)
+    if not name or (record := read_json(file := folder / name)) is None:
         return []
-    check_shape(record, {"seconds!": {"*": [float]}}, str(file))
-    seconds = record["seconds"]
+    check_shape(record, {f"{kind}!": {"*": [float]}}, str(file))
+    figures = record[kind]
     for row in (claim.row, claim.base):
-        if row not in seconds:
-            raise RunError(f"{file}: no row {row!r}: {did_you_mean(row, seconds)}")
-    mine, base = seconds[claim.row], seconds[claim.base]
+        if row not in figures:
+            raise RunError(f"{file}: no row {row!r}: {did_you_mean(row, figures)}")
+    mine, base = figures[claim.row], figures[claim.base]
+    if claim.losses:
+        return [one - two for one, two in zip(mine, base, strict=True)]
     if len(mine) != len(base) or not all(one > 0 for one in (*mine, *base)):
         raise RunError(f"{file}: {claim.row} and {claim.base}: a time above 0 is expected for every turn of both")
     return [one / two - claim.limit for one, two in zip(mine, base, strict=True)]

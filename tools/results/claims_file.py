@@ -45,6 +45,12 @@ A claim about time compares the turns of a benchmark, which timed both rows one 
     base = "smoe"
     limit = 1.07               # "less": the row's time over the base's is below it
 
+One about a program's figures compares the losses of both, one a seed; `test` is its command:
+
+    losses = "routes/main-k2.json"                             # {"bits": {row: [one a seed]}}
+    row = "smoe, own, all"
+    base = "smoe, mean, all"
+
 One about the exam compares scores of the record that the package carries, in the family "exam":
 
     exam = "any-k"             # the task
@@ -110,6 +116,7 @@ class Claim:
     task: str = ""
     shift: str = ""
     timings: str = ""
+    losses: str = ""
     exam: str = ""
     limit: float = 0.0
     test: str = ""

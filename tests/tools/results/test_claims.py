@@ -174,6 +174,16 @@ def test_claims_about_time_compare_turns(folder: Path) -> None:
             Page.read(folder)
 
 
+def test_claims_about_a_programs_figures_compare_losses(folder: Path) -> None:
+    told = claim("ahead", measure="", grid="", losses="bits.json", test="python -m tools.routes")
+    (folder / CLAIMS).write_text(PAGE + told)
+    assert [one.verdict for one in Page.read(folder).tested] == ["not run"]
+    (folder / "bits.json").write_text(json.dumps({"bits": {"smoe": [1.0, 2.0, 1.0], "ahead": [0.9, 1.89, 0.91]}}))
+    page = Page.read(folder)
+    assert page.tested[0].values == pytest.approx([-0.1, -0.11, -0.09])
+    assert "| `python -m tools.routes`: `ahead` against `smoe` | -0.100 ± 0.025 bits | 3 |" in page.markdown()
+
+
 def test_claims_about_the_exam_compare_scores_of_its_record(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"oracle": 0.0, "plain": 1.0, "smoe": 0.5, "xmoe": 0.2}
     cells = {("norms", row): {"runs": {str(s): {"value": value + 0.01 * s * (row == "xmoe")} for s in range(8)}}

@@ -1,0 +1,65 @@
+"""Every route of equal cost: exact losses, and groups of tokens that favour no route."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pointsman import record_routing
+from pointsman._errors import RunError
+from pointsman_lab.cli.main import main
+from pointsman_lab.models.config import build_model
+from pointsman_lab.recipes import preset
+from tools import routes
+from tools.routes import losses, measured, summary, table
+
+
+def test_a_token_s_loss_on_its_own_route_is_among_those_of_all_routes() -> None:
+    shape: Any = preset("tiny-decoder").model
+    model = build_model(replace(shape, num_experts=4, vocab_size=16)).eval()
+    tokens = torch.randint(16, (2, 9), generator=torch.Generator().manual_seed(0))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    own, every = losses(model, inputs, targets, 2)
+    with torch.no_grad(), record_routing(model) as records:
+        logits = model(inputs).logits
+    expected = F.cross_entropy(logits.double().flatten(0, 1), targets.flatten(), reduction="none") / math.log(2)
+    torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-5)
+    choices = list(combinations(range(4), 2))
+    chosen = [choices.index(tuple(sorted(one))) for one in list(records.values())[-1].chosen.tolist()]
+    torch.testing.assert_close(every[chosen, torch.arange(16)], own)
+    assert every.shape == (6, 16)
+    assert (every.std(0) > 0).all()
+
+
+def test_tokens_are_grouped_by_the_mean_of_all_routes() -> None:
+    every = torch.tensor([[8.0, 1, 2, 3], [6, 3, 2, 1], [7, 2, 2, 2.5]]).double()
+    found = summary(torch.tensor([6.0, 2, 2, 1]).double(), every)
+    assert found["hardest"] == {"own": 6.0, "mean": 7.0, "best": 6.0}
+    assert found["easiest"] == {"own": 2.0, "mean": 2.0, "best": 1.0}
+    assert found["all"]["own"] == 11 / 4
+
+
+def test_the_runs_of_a_comparison_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(routes, "TOKENS", 256)
+    Path("text.txt").write_text("the cat sat on the mat. " * 1000)
+    told = "compare --data text.txt --preset tiny-decoder --routers smoe,dense --steps 2 --seeds 2 --eval-tokens 256"
+    assert main([*told.split(), "--set", "model.num_experts=3", "--set", "model.dim=32", "--out", "cmp"]) == 0
+    found = measured(Path("cmp"))["bits"]
+    assert [*found] == [
+        f"smoe, {kind}, {of}" for of in ("all", "easiest", "hardest") for kind in ("own", "mean", "best")
+    ]
+    assert [len(values) for values in found.values()] == [2] * 9
+    for of in routes.GROUPS:
+        assert found[f"smoe, best, {of}"][1] < found[f"smoe, own, {of}"][1]
+    assert "smoe" in table(found)
+    monkeypatch.setattr(routes, "TOKENS", 100_000)
+    with pytest.raises(RunError, match="its test text has"):
+        measured(Path("cmp"))
