@@ -31,6 +31,7 @@ from pointsman_lab.report.cell import metric
 from pointsman_lab.report.results import tidy
 from pointsman_lab.runs.comparison import read_comparison
 from pointsman_lab.runs.paths import COMPARISON
+from tools.results.claims import tuned_rows
 
 ROOT = Path(__file__).parents[1]
 PAPERS = ("smoe", "hyperrouter", "xmoe", "smoe-dropout", "loss-free")
@@ -84,6 +85,7 @@ def make(folder: Path, page: Path = ROOT / "docs" / "exam" / "index.md") -> None
     cells = {place: found[place] for place in ((task, row) for row in rows for task in TASKS)
              if place in found and is_whole(found[place], SEEDS)}  # fmt: skip
     print(write_whole(file, written_record(cells)))
+    cells = dict(read_record(file))  # the page says what anybody can make of the record, which rounds
     print(write_whole(page, wrapped(text(cells, list(TASKS), rows, results(ROOT / "records")))))
 
 
@@ -205,11 +207,12 @@ def results(folder: Path) -> dict[str, dict[str, float]]:
     for grid in sorted(folder.glob(f"*/{COMPARISON}")):
         rows = [row for row in tidy(read_comparison(grid.parent)) if row["value"] is not None]
         values: dict[str, list[float]] = {}
+        names = {spec: row for row, spec in tuned_rows(grid.parent).items()}  # the router's own rate is no other router
         ks = {row["k"] for row in rows}
         for row in rows:
             if row["k"] == 2 or 2 not in ks:
                 sign = -1 if metric(row["metric"]).lower_is_better else 1
-                values.setdefault(row["router"], []).append(sign * row["value"])
+                values.setdefault(names.get(row["router"], row["router"]), []).append(sign * row["value"])
         found[grid.parent.name] = {router: statistics.fmean(one) for router, one in values.items()}
     return found
 

@@ -40,3 +40,4 @@ def test_figures_of_trained_models_are_found() -> None:
     found = results(ROOT / "records")
     assert found["enwik8-tiny"]["smoe"] < 0
     assert found["cifar10-10k-tiny-vit"]["smoe"] > 0
+    assert {"smoe:balance=0.01", "smoe+similarity:source=input"} <= found["main-k2"].keys(), "whatever was tuned"
