@@ -1,11 +1,13 @@
-"""Every route of equal cost of each token, beside the router's own: exact counterfactual routing.
+"""Every choice of experts of each token in the last layer, beside the router's own: exact counterfactual routing.
 
-python -m tools.routes GRID FILE     # of the runs with weights of a comparison, into FILE (JSON)
+python -m tools.routes GRID FILE [ROW...]     # of the runs with weights of a comparison (all rows) into FILE (JSON)
 
-In the last sparse layer no token reads another's experts, so a token's loss with each choice of k experts is exact: one
-pass over the text a choice. After "When Are Experts Misrouted?" (arXiv 2605.07260), which samples the choices. It sorts
-tokens by their loss on the router's own route, which favours the others where that loss is large; here they are sorted
-by the mean loss of all routes, which favours none.
+No token reads another's experts after the last layer, so a token's loss with each choice of k experts there is exact: a
+pass over the text for each choice. After "When Are Experts Misrouted?" (arXiv 2605.07260), which draws some choices.
+
+The paper sorts tokens by their loss on the router's own route. Whatever is compared must not sort: a large loss on the
+own route, or on the others, would then be found where it was looked for. So a model sorts that is neither: the
+comparison's first row without a router, of the same seed.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pointsman import replay_routing, set_top_k
-from pointsman._errors import RunError
+from pointsman import record_routing, replay_routing, set_top_k
+from pointsman._errors import RunError, did_you_mean
 from pointsman.control import routers_by_layer
 from pointsman_lab._files import write_whole
 from pointsman_lab._grid import Grid
@@ -32,41 +34,59 @@ from pointsman_lab.runs.paths import run_path
 from pointsman_lab.tasks.language_modelling.task import corpus_of
 from pointsman_lab.training.run import Run, load_run
 
-TOKENS, LENGTH, PARTS = 16_384, 128, 4
+TOKENS, LENGTH, PARTS, MOST, SAME = 16_384, 128, 4, 1000, 1e-3
 KINDS = ("own", "mean", "best")
 GROUPS = {"all": slice(None), "easiest": slice(0, 1), "hardest": slice(PARTS - 1, None)}
 
 
 @torch.no_grad()
+def bits(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+    """[tokens] float64: of the tokens of inputs and targets [B, T]."""
+    loss: Tensor = model(inputs, targets, reduction="none").loss
+    return loss.double().flatten() / math.log(2)
+
+
 def losses(model: Any, inputs: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Bits of each token on the router's own route [tokens], and on every choice of k experts [choices, tokens].
 
     Args:
         inputs, targets: [B, T] int64.
         k: experts a token, everywhere.
+
+    Raises:
+        RunError: the choices are not all that k allows, or too many, or the experts of one token change another's loss.
     """
     name, router = list(routers_by_layer(model).items())[-1]
-
-    def bits() -> Tensor:
-        loss: Tensor = model(inputs, targets, reduction="none").loss
-        return loss.double().flatten() / math.log(2)
-
+    number = router.num_experts
+    if k == number or math.comb(number, k) > MOST:
+        raise RunError(f"{k} of {number} experts: 2 to {MOST:,} choices are expected, not {math.comb(number, k):,}")
+    choices = [torch.tensor(one) for one in combinations(range(number), k)]
     with set_top_k(model, k):
-        own = bits()
+        with record_routing(model) as records:
+            own = bits(model, inputs, targets)
+        chosen = records[name].chosen
+        if chosen.shape[1] != k or bool(((chosen < 0) | (chosen >= number)).any()):
+            raise RunError(f"{name} has tokens with other than {k} of its {number} experts: no route has their cost")
+        changed = chosen.clone()
+        changed[0] = next(one for one in choices if not torch.equal(one, chosen[0].sort().values))
+        with replay_routing(model, {name: changed}):
+            if bool(((bits(model, inputs, targets) - own)[1:].abs() > SAME).any()):
+                raise RunError(f"{name}: the experts of one token change another's loss, or the router draws")
         every = []
-        for choice in combinations(range(router.num_experts), k):
-            with replay_routing(model, {name: torch.tensor(choice).expand(inputs.numel(), k)}):
-                every.append(bits())
+        for one in choices:
+            with replay_routing(model, {name: one.expand(inputs.numel(), k)}):
+                every.append(bits(model, inputs, targets))
     return own, torch.stack(every)
 
 
-def summary(own: Tensor, every: Tensor) -> dict[str, dict[str, float]]:
+def summary(own: Tensor, every: Tensor, difficulty: Tensor) -> dict[str, dict[str, float]]:
     """Group of tokens -> mean bits of the router's own route, of all routes, and of each token's best one.
 
     Args:
         own, every: as of `losses`.
+        difficulty: [tokens], by which they are sorted.
     """
-    parts = every.mean(0).argsort().chunk(PARTS)  # by difficulty
+    parts = difficulty.argsort().chunk(PARTS)
     found = {}
     for group, of in GROUPS.items():
         at = torch.cat(parts[of])
@@ -75,37 +95,59 @@ def summary(own: Tensor, every: Tensor) -> dict[str, dict[str, float]]:
     return found
 
 
-def of_run(run: Run) -> dict[str, dict[str, float]]:
-    """`summary` of the first `TOKENS` tokens of the test text, in rows of `LENGTH`, each without what is before it."""
+def text_of(run: Run) -> tuple[Tensor, Tensor]:
+    """Inputs and targets: the first `TOKENS` of the test text in rows of `LENGTH`, each without what is before it."""
     text = corpus_of(run).split("test")[: TOKENS + 1]
     ids = torch.from_numpy(text.astype("int64"))
     if len(ids) <= TOKENS:
         raise RunError(f"{run.path}: its test text has {len(ids):,} tokens; {TOKENS + 1:,} are expected")
-    return summary(*losses(run.model, ids[:-1].view(-1, LENGTH), ids[1:].view(-1, LENGTH), run.last_top_k))
+    return ids[:-1].view(-1, LENGTH), ids[1:].view(-1, LENGTH)
 
 
-def measured(grid: Path) -> dict[str, dict[str, list[float]]]:
-    """{"bits": {"ROW, KIND route, GROUP": [one a seed]}}: the shape that claims.toml's `losses` reads."""
-    bits: dict[str, list[float]] = {}
-    for router, seed in saved_runs(grid, required_plan(grid), print):
+def measured(grid: Path, rows: Sequence[str] = ()) -> dict[str, dict[str, list[float]]]:
+    """{"bits": {"ROW, KIND, GROUP": [one a seed]}}: the shape that claims.toml's `losses` reads."""
+    plan = required_plan(grid)
+    if unknown := [row for row in rows if row not in plan["routers"]]:
+        raise RunError(f"{grid} has no row {unknown[0]!r}: {did_you_mean(unknown[0], plan['routers'])}")
+    seeds: dict[str, list[Run]] = {}
+    for router, seed in saved_runs(grid, plan, print):
         run = load_run(run_path(grid, router, seed))
-        if run.sparse:
-            print(f"{router}, seed {seed}", file=sys.stderr)
-            for group, values in of_run(run).items():
+        if run.step < run.config.steps:
+            raise RunError(f"{run.path} has not ended: train it first")
+        seeds.setdefault(router, []).append(run)
+    dense = next((router for router, runs in seeds.items() if not runs[0].sparse), None)
+    wanted = [router for router in seeds if seeds[router][0].sparse and (not rows or router in rows)]
+    if dense is None or not wanted:
+        raise RunError(
+            f"{grid}: a row with a router and one without, which sorts the tokens, are expected with weights"
+        )
+    found: dict[str, list[float]] = {}
+    sorting = [run.config.seed for run in seeds[dense]]
+    for router in wanted:
+        if [run.config.seed for run in seeds[router]] != sorting:
+            raise RunError(f"{grid}: {router} and {dense} have runs of other seeds: train what is missing")
+        for run, other in zip(seeds[router], seeds[dense], strict=True):
+            print(f"{router}, seed {run.config.seed}", file=sys.stderr)
+            inputs, targets = text_of(run)
+            try:
+                own, every = losses(run.model, inputs, targets, run.last_top_k)
+            except (RunError, ValueError) as error:
+                raise RunError(f"{router}: {error}; name the other rows") from None
+            for group, values in summary(own, every, bits(other.model, inputs, targets)).items():
                 for kind, value in values.items():
-                    bits.setdefault(f"{router}, {kind}, {group}", []).append(round(value, 6))
-    return {"bits": bits}
+                    found.setdefault(f"{router}, {kind}, {group}", []).append(round(value, 6))
+    return {"bits": found}
 
 
-def table(bits: Mapping[str, list[float]]) -> str:
+def table(found: Mapping[str, list[float]]) -> str:
     """Own and best route minus the mean of all, by row and group."""
     lines = []
-    for row in dict.fromkeys(name.rsplit(", ", 2)[0] for name in bits):
+    for row in dict.fromkeys(name.rsplit(", ", 2)[0] for name in found):
         cells = []
         for group in GROUPS:
-            mean = bits[f"{row}, mean, {group}"]
+            mean = found[f"{row}, mean, {group}"]
             for kind in ("own", "best"):
-                gaps = [one - other for one, other in zip(bits[f"{row}, {kind}, {group}"], mean, strict=True)]
+                gaps = [one - other for one, other in zip(found[f"{row}, {kind}, {group}"], mean, strict=True)]
                 cells.append(Cell(dict(enumerate(gaps))).text(3))
         lines.append([row, *cells])
     header = ["bits minus the mean route", *(f"{kind}, {group}" for group in GROUPS for kind in ("own", "best"))]
@@ -114,10 +156,15 @@ def table(bits: Mapping[str, list[float]]) -> str:
 
 if __name__ == "__main__":
     try:
-        grid, file = map(Path, sys.argv[1:])
-        found = measured(grid)
-        write_whole(file, json.dumps(found) + "\n")
-        print(table(found["bits"]))
-    except (RunError, ValueError) as error:
+        match sys.argv[1:]:
+            case [*_, word] if word in ("-h", "--help"):
+                print(__doc__)
+            case [grid, file, *rows]:
+                result = measured(Path(grid), rows)
+                write_whole(Path(file), json.dumps(result) + "\n")
+                print(table(result["bits"]))
+            case _:
+                raise RunError(str(__doc__))
+    except RunError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

@@ -1,4 +1,4 @@
-"""Every route of equal cost: exact losses, and groups of tokens that favour no route."""
+"""Every route of equal cost: exact losses, refusals, and groups of tokens that another model sorts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from pointsman import record_routing
 from pointsman._errors import RunError
@@ -21,11 +22,15 @@ from tools import routes
 from tools.routes import losses, measured, summary, table
 
 
-def test_a_token_s_loss_on_its_own_route_is_among_those_of_all_routes() -> None:
-    shape: Any = preset("tiny-decoder").model
-    model = build_model(replace(shape, num_experts=4, vocab_size=16)).eval()
+def model_and_text(name: str = "tiny-decoder", **settings: Any) -> tuple[Any, Tensor, Tensor]:
+    shape: Any = preset(name).model
+    model = build_model(replace(shape, num_experts=4, vocab_size=16, **settings)).eval()
     tokens = torch.randint(16, (2, 9), generator=torch.Generator().manual_seed(0))
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    return model, tokens[:, :-1], tokens[:, 1:]
+
+
+def test_a_token_s_loss_on_its_own_route_is_among_those_of_all_routes() -> None:
+    model, inputs, targets = model_and_text()
     own, every = losses(model, inputs, targets, 2)
     with torch.no_grad(), record_routing(model) as records:
         logits = model(inputs).logits
@@ -38,9 +43,23 @@ def test_a_token_s_loss_on_its_own_route_is_among_those_of_all_routes() -> None:
     assert (every.std(0) > 0).all()
 
 
-def test_tokens_are_grouped_by_the_mean_of_all_routes() -> None:
+@pytest.mark.parametrize(
+    ("name", "settings", "k", "message"),
+    [
+        ("tiny-glam", {}, 2, "the experts of one token change another's loss"),
+        ("tiny-decoder", {"router": "loss-free:nulls=8"}, 2, "other than 2 of its 4 experts"),
+        ("tiny-decoder", {}, 4, "2 to 1,000 choices are expected, not 1"),
+    ],
+)
+def test_what_is_not_exact_is_refused(name: str, settings: dict[str, Any], k: int, message: str) -> None:
+    model, inputs, targets = model_and_text(name, **settings)
+    with pytest.raises(RunError, match=message):
+        losses(model, inputs, targets, k)
+
+
+def test_tokens_are_grouped_by_what_sorts_them() -> None:
     every = torch.tensor([[8.0, 1, 2, 3], [6, 3, 2, 1], [7, 2, 2, 2.5]]).double()
-    found = summary(torch.tensor([6.0, 2, 2, 1]).double(), every)
+    found = summary(torch.tensor([6.0, 2, 2, 1]).double(), every, torch.tensor([9.0, 0, 2, 3]))
     assert found["hardest"] == {"own": 6.0, "mean": 7.0, "best": 6.0}
     assert found["easiest"] == {"own": 2.0, "mean": 2.0, "best": 1.0}
     assert found["all"]["own"] == 11 / 4
@@ -60,6 +79,10 @@ def test_the_runs_of_a_comparison_are_measured(tmp_path: Path, monkeypatch: pyte
     for of in routes.GROUPS:
         assert found[f"smoe, best, {of}"][1] < found[f"smoe, own, {of}"][1]
     assert "smoe" in table(found)
+    with pytest.raises(RunError, match="has no row 'xmoe'"):
+        measured(Path("cmp"), ["xmoe"])
+    with pytest.raises(RunError, match="a row with a router and one without"):
+        measured(Path("cmp"), ["dense"])
     monkeypatch.setattr(routes, "TOKENS", 100_000)
     with pytest.raises(RunError, match="its test text has"):
         measured(Path("cmp"))
