@@ -158,7 +158,7 @@ def make(records: Path, folder: Path) -> None:
         if places := [records / grid for grid in grids if (records / grid).is_dir()]:
             content = joined(MADE, paper_tables(places, paper).markdown())
             print(write_whole(folder / f"paper-{paper}.md", wrapped(content)))
-    if (records / MAIN).is_dir():
+    if (folder / f"{MAIN}.md").is_file():
         specs = tuned_rows(records / MAIN)
         rows = tuple(specs.get(row, row) for row in ROWS)
         table = ComparisonTable.of(replace(read_comparison(records / MAIN), routers=rows))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import textwrap
 from collections import Counter
@@ -22,7 +23,7 @@ from pointsman_lab.report.cell import LEAST_SEEDS
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import Comparison, read_comparison, read_plan
 from pointsman_lab.runs.paths import COMPARISON
-from tools.results.claims_file import CLAIMS, Claim, Family, read_claims
+from tools.results.claims_file import CLAIMS, Claim, Family, read_claims, read_toml
 from tools.results.inference import Judged, Prior, judge
 
 COMMANDS = ("pointsman ", "python ")
@@ -115,6 +116,7 @@ class Page:
     def read(cls, folder: Path) -> Page:
         """The claims of `folder`/claims.toml, tested on the grids in `folder`; a grid that is not there is not run."""
         commands, families, claims = read_claims(folder / CLAIMS)
+        of_grid = {name: grid.get("family", "") for name, grid in read_toml(folder / CLAIMS).get("grids", {}).items()}
         grids = {name: read_comparison(folder / name) for name in commands if (folder / name / COMPARISON).is_file()}
         cells = record() if any(one.exam for one in claims) else {}
         specs = {name: tuned_rows(folder / name) for name in grids}
@@ -125,7 +127,7 @@ class Page:
                 values_of(one, one.base, grids, cells) or over_limit(one, folder),
                 values_of(one, one.control, grids, cells) if one.control else None,
                 unit_of(one, grids),
-                families[one.family].seeds,
+                max(families[one.family].seeds, families.get(of_grid.get(one.grid, ""), Family()).seeds),
             )
             for one in claims
         ]
@@ -153,7 +155,7 @@ class Page:
             "it has a figure and no verdict. The models are tiny: verdicts are about this size. Exploratory grids were",
             "looked at while their seeds came in, so their p-values are too small by an unknown amount.",
             "[The protocol](protocol.md) says what was fixed before the runs. A star marks a claim that entered when",
-            "its records were there already. Each grid's page has its command.",
+            "its records were there already. Each grid's page has its command; claims.toml in `records/` has all.",
             "",
         ]
         lines += self._summary()
@@ -230,6 +232,8 @@ def judged_by_family(tested: Sequence[Tested], families: Mapping[str, Family]) -
 
 
 def _kind(one: Tested) -> tuple[str, str, str]:
+    if one.claim.losses:  # parts of one text: no variances of their own to learn from
+        return one.claim.losses, one.claim.row, one.claim.base
     return one.claim.family, one.claim.grid or one.claim.exam, one.claim.measure
 
 
@@ -308,8 +312,9 @@ def over_limit(claim: Claim, folder: Path) -> list[float]:
         if row not in figures:
             raise RunError(f"{file}: no row {row!r}: {did_you_mean(row, figures)}")
     mine, base = figures[claim.row], figures[claim.base]
+    if len(mine) != len(base) or not all(math.isfinite(one) and (claim.losses or one > 0) for one in (*mine, *base)):
+        what = "a figure is expected for every seed" if claim.losses else "a time above 0 is expected for every turn"
+        raise RunError(f"{file}: {claim.row} and {claim.base}: {what} of both")
     if claim.losses:
         return [one - two for one, two in zip(mine, base, strict=True)]
-    if len(mine) != len(base) or not all(one > 0 for one in (*mine, *base)):
-        raise RunError(f"{file}: {claim.row} and {claim.base}: a time above 0 is expected for every turn of both")
     return [one / two - claim.limit for one, two in zip(mine, base, strict=True)]

@@ -45,7 +45,7 @@ A claim about time compares the turns of a benchmark, which timed both rows one 
     base = "smoe"
     limit = 1.07               # "less": the row's time over the base's is below it
 
-One about a program's figures compares the losses of both, one a seed; `test` is its command:
+One about a program's figures compares the losses of both, one a seed; `test` is its command, and it names its family:
 
     losses = "routes/main-k2.json"                             # {"bits": {row: [one a seed]}}
     row = "smoe, own, all"
@@ -150,6 +150,8 @@ def read_claims(file: Path) -> tuple[dict[str, list[str]], dict[str, Family], li
             raise RunError(f"{where}: unknown measure {claim.measure!r}: {did_you_mean(claim.measure, UNITS)}")
         if claim.measure and claim.grid not in commands:
             raise RunError(f"{where}: unknown grid {claim.grid!r}: {did_you_mean(claim.grid, commands)}")
+        if claim.losses and (not claim.family or claim.control):
+            raise RunError(f"{where}: a claim about losses names its family, and has no control")
         if claim.exam and claim.exam not in TASKS:
             raise RunError(f"{where}: unknown task {claim.exam!r} of the exam: {did_you_mean(claim.exam, TASKS)}")
         family = (

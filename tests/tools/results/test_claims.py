@@ -175,13 +175,19 @@ def test_claims_about_time_compare_turns(folder: Path) -> None:
 
 
 def test_claims_about_a_programs_figures_compare_losses(folder: Path) -> None:
-    told = claim("ahead", measure="", grid="", losses="bits.json", test="python -m tools.routes")
+    told = claim("ahead", measure="", grid="", losses="bits.json", test="python -m tools.routes", family="routes")
     (folder / CLAIMS).write_text(PAGE + told)
     assert [one.verdict for one in Page.read(folder).tested] == ["not run"]
     (folder / "bits.json").write_text(json.dumps({"bits": {"smoe": [1.0, 2.0, 1.0], "ahead": [0.9, 1.89, 0.91]}}))
     page = Page.read(folder)
     assert page.tested[0].values == pytest.approx([-0.1, -0.11, -0.09])
     assert "| `python -m tools.routes`: `ahead` against `smoe` | -0.100 ± 0.025 bits | 3 |" in page.markdown()
+    (folder / "bits.json").write_text(json.dumps({"bits": {"smoe": [1.0, 2.0, 1.0], "ahead": [0.9, 1.89]}}))
+    with pytest.raises(RunError, match="a figure is expected for every seed of both"):
+        Page.read(folder)
+    (folder / CLAIMS).write_text(PAGE + told.replace("family = 'routes'\n", ""))
+    with pytest.raises(RunError, match="names its family"):
+        Page.read(folder)
 
 
 def test_claims_about_the_exam_compare_scores_of_its_record(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
