@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from pointsman import record_routing, replay_routing, set_top_k
-from pointsman._errors import RunError, did_you_mean
+from pointsman._errors import RunError
 from pointsman.control import routers_by_layer
+from pointsman.routers.frame.registry import BASELINES
 from pointsman_lab._files import write_whole
 from pointsman_lab._grid import Grid
 from pointsman_lab.report.cell import Cell
@@ -107,33 +108,31 @@ def text_of(run: Run) -> tuple[Tensor, Tensor]:
 def measured(grid: Path, rows: Sequence[str] = ()) -> dict[str, dict[str, list[float]]]:
     """{"bits": {"ROW, KIND, GROUP": [one a seed]}}: the shape that claims.toml's `losses` reads."""
     plan = required_plan(grid)
-    if unknown := [row for row in rows if row not in plan["routers"]]:
-        raise RunError(f"{grid} has no row {unknown[0]!r}: {did_you_mean(unknown[0], plan['routers'])}")
-    seeds: dict[str, list[Run]] = {}
-    for router, seed in saved_runs(grid, plan, print):
+    dense = next((router for router in plan["routers"] if router in BASELINES), None)
+    wanted = list(rows) or [router for router in plan["routers"] if router not in BASELINES]
+    if dense is None or not wanted or BASELINES.keys() & set(wanted):
+        raise RunError(f"{grid}: rows with a router are measured, and one without sorts the tokens: both are expected")
+    runs: dict[str, list[Run]] = {}
+    for router, seed in saved_runs(grid, plan, print, [dense, *wanted]):
         run = load_run(run_path(grid, router, seed))
         if run.step < run.config.steps:
             raise RunError(f"{run.path} has not ended: train it first")
-        seeds.setdefault(router, []).append(run)
-    dense = next((router for router, runs in seeds.items() if not runs[0].sparse), None)
-    wanted = [router for router in seeds if seeds[router][0].sparse and (not rows or router in rows)]
-    if dense is None or not wanted:
-        raise RunError(
-            f"{grid}: a row with a router and one without, which sorts the tokens, are expected with weights"
-        )
-    found: dict[str, list[float]] = {}
-    sorting = [run.config.seed for run in seeds[dense]]
+        runs.setdefault(router, []).append(run)
+    sorting = runs.pop(dense, [])
     for router in wanted:
-        if [run.config.seed for run in seeds[router]] != sorting:
+        if [run.config.seed for run in runs.get(router, [])] != [run.config.seed for run in sorting]:
             raise RunError(f"{grid}: {router} and {dense} have runs of other seeds: train what is missing")
-        for run, other in zip(seeds[router], seeds[dense], strict=True):
+    inputs, targets = text_of(sorting[0])
+    difficulties = [bits(run.model, inputs, targets) for run in sorting]
+    found: dict[str, list[float]] = {}
+    for router in wanted:
+        for run, difficulty in zip(runs[router], difficulties, strict=True):
             print(f"{router}, seed {run.config.seed}", file=sys.stderr)
-            inputs, targets = text_of(run)
             try:
                 own, every = losses(run.model, inputs, targets, run.last_top_k)
             except (RunError, ValueError) as error:
                 raise RunError(f"{router}: {error}; name the other rows") from None
-            for group, values in summary(own, every, bits(other.model, inputs, targets)).items():
+            for group, values in summary(own, every, difficulty).items():
                 for kind, value in values.items():
                     found.setdefault(f"{router}, {kind}, {group}", []).append(round(value, 6))
     return {"bits": found}

@@ -84,9 +84,11 @@ class Tested:
             return f"`{claim.grid}`: `{claim.row}` against `{claim.base}`{base_k}, {claim.measured.text}"
         if claim.exam:
             return f"[exam](../exam/index.md), {claim.exam}: `{claim.row}` against `{claim.base}`"
-        over = f": `{claim.row}` over `{claim.base}`, against {claim.limit:g}" if claim.timings else ""
-        over = f": `{claim.row}` against `{claim.base}`" if claim.losses else over
-        return f"`{claim.test}`{over}" if over or claim.test.startswith(COMMANDS) else claim.test
+        if claim.timings:
+            return f"`{claim.test}`: `{claim.row}` over `{claim.base}`, against {claim.limit:g}"
+        if claim.losses:
+            return f"`{claim.test}`: `{claim.row}` against `{claim.base}`"
+        return f"`{claim.test}`" if claim.test.startswith(COMMANDS) else claim.test
 
     @property
     def against_control(self) -> str:
@@ -124,7 +126,7 @@ class Page:
         tested = [
             Tested(
                 one,
-                values_of(one, one.base, grids, cells) or over_limit(one, folder),
+                values_of(one, one.base, grids, cells) or values_in_file(one, folder),
                 values_of(one, one.control, grids, cells) if one.control else None,
                 unit_of(one, grids),
                 max(families[one.family].seeds, families.get(of_grid.get(one.grid, ""), Family()).seeds),
@@ -301,7 +303,7 @@ def check_cost(claim: Claim, grid: Comparison | None) -> None:
     )
 
 
-def over_limit(claim: Claim, folder: Path) -> list[float]:
+def values_in_file(claim: Claim, folder: Path) -> list[float]:
     """The row's time over the base's, minus the limit, one a turn; of losses row minus base, one a seed."""
     kind, name = ("bits", claim.losses) if claim.losses else ("seconds", claim.timings)
     if not name or (record := read_json(file := folder / name)) is None:
