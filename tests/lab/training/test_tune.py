@@ -109,6 +109,14 @@ def test_a_row_that_no_choice_fits_is_refused_before_the_rounds(tune: Tune) -> N
     assert not tune.rounds
 
 
+def test_rows_that_may_become_the_same_are_refused_before_the_rounds(tune: Tune) -> None:
+    told = "smoe and smoe:lr_scale=4 may both become smoe:lr_scale=4; leave one of them out"
+    with pytest.raises(RunError, match=told):
+        tune("smoe,xmoe,smoe:lr_scale=4", "router_lr_scale=1,4")
+    assert not tune.rounds
+    assert tune("smoe,smoe:lr_scale=4", "learning_rate=1e-3,2e-3").routers == ("smoe", "smoe:lr_scale=4")
+
+
 @pytest.mark.slow
 def test_each_row_gets_its_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, out = tmp_path / "text.txt", tmp_path / "out"

@@ -110,6 +110,11 @@ def tuned(
     left = {row: [choice for choice in every if takes(row, choice, plan.base.model)] for row in rows}
     if fixed := [row for row, of in left.items() if not of]:
         raise RunError(f"--tune {ROUTER}: {fixed[0]} has no router whose rate can be scaled; give 1 among its values")
+    became: dict[str, str] = {}
+    for row, of in left.items():
+        for spec in (spec_of(row, one) for one in of):
+            if (other := became.setdefault(spec, row)) != row:
+                raise RunError(f"--tune {ROUTER}: {other} and {row} may both become {spec}; leave one of them out")
     curve: dict[str, dict[str, list[Any]]] = {row: {_text(one): [] for one in left[row]} for row in rows}
     k = parse_top_k(plan.base.train_top_k, plan.base.model.num_experts)[-1]
     for share in SHARES:
