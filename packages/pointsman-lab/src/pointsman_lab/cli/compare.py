@@ -54,7 +54,7 @@ def parser() -> Parser:
     flags.add_argument("--jobs", type=whole(1), metavar="N", help=told)
     told = "runs as tasks of a cluster, a core or (--device cuda) a GPU each: ray, ray://HOST:PORT, slurm[://PARTITION]"
     flags.add_argument("--cluster", metavar="NAME", help=told)
-    told = "choose this setting for each row by successive halving, on a seed of its own: KEY=A,B,C or KEY=LOW..HIGH"
+    told = "choose this setting for each row by successive halving, on seeds of its own: KEY=A,B,C or KEY=LOW..HIGH"
     flags.add_argument("--tune", action="append", metavar="KEY=VALUES", help=told)
     told = "names of rows in tables and page: smoe=Plain,xmoe=X-MoE"
     flags.add_argument("--names", type=words, default=[], metavar="ROW=TEXT,…", help=told)

@@ -1,4 +1,4 @@
-"""`compare --tune`: each row's settings by successive halving, on a seed that is not used for results."""
+"""`compare --tune`: each row's settings by successive halving, on seeds that are not used for results."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from pointsman_lab.training.config import settings as all_settings
 from pointsman_lab.training.k_schedule import parse_top_k
 from pointsman_lab.training.settings import without_effect
 
-SEED = 1000
+SEEDS = (1000, 1001, 1002)
+"""The last round has all three, the others the first: its choices often differ by less than two seeds of one do."""
 SHARES = (8, 4, 2)
 """A round trains for one part in so many of the steps; after each the better half of a row's choices goes on."""
 SHARED = {"data", "tokenizer", "pieces", "language_exponent", "start_from", "seed", "steps", "model.router"}
@@ -95,8 +97,8 @@ def tuned(
         say: gets the table of each row's choices.
         lower_is_better: of a metric's name.
     """
-    if SEED in plan.seeds:
-        raise RunError(f"--tune uses seed {SEED}, which is then no seed of a result: fewer --seeds")
+    if shared_seeds := sorted({*SEEDS} & {*plan.seeds}):
+        raise RunError(f"--tune uses seed {shared_seeds[0]}, which is then no seed of a result: fewer --seeds")
     every, shared = choices(told), SHARED | without_effect(plan.base.model.family)
     shared |= {"segment_length"} if "mask_rate" in plan.base.own else set()  # its text is cut into blocks once
     if common := [key for key, _ in every[0] if key in shared]:
@@ -118,7 +120,7 @@ def tuned(
     curve: dict[str, dict[str, list[Any]]] = {row: {_text(one): [] for one in left[row]} for row in rows}
     k = parse_top_k(plan.base.train_top_k, plan.base.model.num_experts)[-1]
     for share in SHARES:
-        steps = max(1, plan.base.steps // share)
+        steps, seeds = max(1, plan.base.steps // share), SEEDS if share == SHARES[-1] else SEEDS[:1]
         for choice in every:
             settings = {key: value for key, value in choice if key != ROUTER}
             base = plan.base.with_overrides({
@@ -129,18 +131,18 @@ def tuned(
             if not specs:
                 continue
             folder = file.with_name(f"{steps}-{slug(_text(choice))}")
-            train(replace(plan, base=base, routers=tuple(specs.values()), seeds=(SEED,)), folder)
+            train(replace(plan, base=base, routers=tuple(specs.values()), seeds=seeds), folder)
             done = read_comparison(folder).runs
             for row, spec in specs.items():
-                [result] = done[spec, SEED].results("valid").values()  # a dense row has its own k
-                curve[row][_text(choice)].append(_value(result, lower_is_better))
+                each = [done[spec, seed].results("valid").values() for seed in seeds]  # a dense row has its own k
+                curve[row][_text(choice)].append(fmean(_value(result, lower_is_better) for [result] in each))
         for row, of in left.items():
             best = sorted(of, key=lambda one: curve[row][_text(one)][-1])
             left[row] = best[: 1 if share == SHARES[-1] else max(2, math.ceil(len(best) / 2))]
     picked = {spec_of(row, of[0]): {"row": row, **dict(of[0])} for row, of in left.items()}
     if curve:
         kept = {row: values for row, values in told_before.items() if row in names}
-        write_whole(file, json.dumps({"seed": SEED, "k": k, "curve": {**kept, **curve}}) + "\n")
+        write_whole(file, json.dumps({"seeds": SEEDS, "k": k, "curve": {**kept, **curve}}) + "\n")
     for row, values in curve.items():
         say(_table(row, values, _text(left[row][0]), plan.base.steps))
     routers = dict.fromkeys(names.get(row) or spec_of(row, left[row][0]) for row in plan.routers)
@@ -163,7 +165,8 @@ def _table(row: str, values: Mapping[str, Sequence[float]], best: str, steps: in
         [text, *(f"{abs(one):.4f}" for one in found), *[NONE] * (len(SHARES) - len(found)), "chosen" * (text == best)]
         for text, found in values.items()
     ]
-    header = [f"{row}, seed {SEED}", *(f"{max(1, steps // share)} steps" for share in SHARES), ""]
+    first = f"{row}, seed {SEEDS[0]} (last: to {SEEDS[-1]})"
+    header = [first, *(f"{max(1, steps // share)} steps" for share in SHARES), ""]
     return Grid(header, lines, labels=1).text() + edges(values, best)
 
 
