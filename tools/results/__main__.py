@@ -121,15 +121,17 @@ def tuning(folder: Path) -> list[str]:
         lines.append([row, str(len(curve)), best, figures, second])
         notes += [f"`{row}`: {one}." for one in edges(curve, best).splitlines() if one]
     header = ("row", "choices", "chosen", "its figure after each round", "the next (last round)")
+    first, *more = told["seeds"]
     what = (
-        f"Seed {told['seed']}, validation text, k = {told['k']}: after each round the better half of a row's choices."
+        f"Seed {first}{f' (last round: to {more[-1]})' if more else ''}, validation text, k = {told['k']}: after each "
     )
+    what += "round the better half of a row's choices."
     return ["## tuning", what, Grid(header, lines, labels=1).markdown(), *notes]
 
 
 def _answer(one: Tested, lines: Mapping[str, Sequence[str]]) -> Sequence[str]:
     where = lines.get(one.claim.grid, [one.claim.grid])[0]
-    return one.claim.claim, where, one.figure, one.against_control, f"**{one.verdict}**"
+    return one.claim.claim, where, one.figure, one.against_control, one.marked + one.otherwise
 
 
 def measured(comparison: Comparison, columns: Mapping[str, Measure]) -> str:

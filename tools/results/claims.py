@@ -40,6 +40,8 @@ class Tested:
         unit: of both.
         seeds: how many seeds its family asks for.
         judged: the tests of the difference, corrected for the family; None where seeds are missing.
+        primary: whether its family is.
+        plain: the tests without moderation, of a primary family.
     """
 
     claim: Claim
@@ -48,24 +50,39 @@ class Tested:
     unit: str
     seeds: int
     judged: Judged | None = None
+    primary: bool = False
+    plain: Judged | None = None
 
     @property
     def verdict(self) -> str:
         """holds, does not hold, equivalent, undecided, or not run."""
         if self.judged is None:
             return f"not run ({len(self.values)} of {self.seeds} seeds)" if self.values else "not run"
-        return self.judged.verdict(self.claim.expected)
+        return self.judged.verdict
 
     @property
     def verdict_text(self) -> str:
-        """The verdict with what it rests on."""
-        if self.judged is None or self.verdict in ("holds", "does not hold"):
-            return f"**{self.verdict}**"
-        if self.verdict == "equivalent":
-            return f"**equivalent** within {self.judged.margin:g}"
-        more = self.judged.more_seeds
-        needs = f"needs {more:,} more" if more < 1000 else "needs over 1,000 more"
-        return f"**undecided**: sees {self.judged.smallest:.3f}; {needs} seeds to see {self.judged.margin:g}"
+        """The verdict with what it rests on, and that of a plain t-test where it differs."""
+        text = self.marked
+        if self.judged is not None and self.verdict == "equivalent":
+            text += f" within {self.judged.margin:g}"
+        elif self.judged is not None and self.verdict == "undecided":
+            more, smallest, margin = self.judged.more_seeds, self.judged.smallest, self.judged.margin
+            needs = f"needs {more:,} more" if more < 1000 else "needs over 1,000 more"
+            sees = "would show equality within" if self.claim.expected == "equal" else "sees"
+            text += f": {sees} {smallest:.3f}; {needs} seeds for {margin:g}"
+        return text + self.otherwise
+
+    @property
+    def otherwise(self) -> str:
+        """The verdict of a plain t-test, where that of moderated variances is another."""
+        differs = self.plain is not None and self.plain.verdict != self.verdict
+        return f"; by a plain t-test {self.plain.verdict}" if self.plain and differs else ""
+
+    @property
+    def marked(self) -> str:
+        """The verdict, bold in a primary family."""
+        return f"**{self.verdict}**" if self.primary else self.verdict
 
     @property
     def figure(self) -> str:
@@ -130,13 +147,14 @@ class Page:
                 values_of(one, one.control, grids, cells) if one.control else None,
                 unit_of(one, grids),
                 max(families[one.family].seeds, families.get(of_grid.get(one.grid, ""), Family()).seeds),
+                primary=families[one.family].kind == "primary",
             )
             for one in claims
         ]
         for one in tested:
             check_cost(one.claim, grids.get(one.claim.grid))
         whole = {
-            name: [f"{first} \\\n    {_options(grids.get(name))}--out GRID", *after]
+            name: [f"{first} \\\n    {_options(grids.get(name), specs.get(name, {}))}--out GRID", *after]
             for name, (first, *after) in commands.items()
         }
         return cls(judged_by_family(tested, families), whole, families)
@@ -148,16 +166,22 @@ class Page:
             "",
             "Made by `make results` from the records in `records/`; nothing here is typed by hand.",
             "",
-            "Each line compares two rows of one grid, paired by seed: same data order, same initial weights outside",
-            "the router. Difference: first row minus second, mean ± half of its own 95 % interval, not corrected.",
+            "Each line compares two rows of one grid, paired by seed: same data order, same initial weights where two",
+            "rows have the same ones. Of a language model a seed changes these and dropout, not the order of the data.",
+            "Difference: first row minus second, mean ± half of its own 95 % interval, not corrected.",
             "Variances are moderated over the claims of a measure (Smyth 2004); p is corrected for the family:",
             "by Holm's method in a primary family, by Benjamini and Hochberg's in an exploratory one. *Equivalent*:",
             "two one-sided tests find the difference within the margin that is named. *Undecided*: neither; beside it",
-            "stands the smallest difference that would have been seen with a power of 80 %. A control is no claim, so",
-            "it has a figure and no verdict. The models are tiny: verdicts are about this size. Exploratory grids were",
-            "looked at while their seeds came in, so their p-values are too small by an unknown amount.",
-            "[The protocol](protocol.md) says what was fixed before the runs. A star marks a claim that entered when",
-            "its records were there already. Each grid's page has its command; claims.toml in `records/` has all.",
+            "stands the smallest difference that would have been seen with a power of 80 % (at Holm's first step), or",
+            "of a claim of equality the smallest margin. A control is no claim, so it has a figure, with an interval",
+            "of its own variance, and no verdict. The models are tiny: verdicts are about this size.",
+            "",
+            "Bold: verdicts of primary families, beside them that of a plain t-test where it is another. No interval",
+            "holds what the choice of learning rates adds: it rests on one seed, or on three where the grid's page",
+            "says so. Exploratory grids were looked at while their seeds came in, so their p-values are too small by",
+            "an unknown amount, and their verdicts only suggest what to ask next. [The protocol](protocol.md) says",
+            "what was fixed before the runs. A star marks a claim that entered when its records were there already.",
+            "Each grid's page has its command; claims.toml in `records/` has all.",
             "",
         ]
         lines += self._summary()
@@ -196,8 +220,7 @@ class Page:
         """The counts, and the claims that are decided; of a primary family all that are judged."""
         lines = ["## Verdicts", "", self.counts().markdown(), ""]
         for one in self.tested:
-            primary = self.families[one.claim.family].kind == "primary" and one.judged is not None
-            if primary or one.verdict in ("holds", "does not hold", "equivalent"):
+            if (one.primary and one.judged) or one.verdict in ("holds", "does not hold", "equivalent"):
                 told = f"- {one.claim.claim}: {one.verdict_text} ({one.figure}; {one.test})."
                 lines.append(textwrap.fill(told, 120, subsequent_indent="  ", break_on_hyphens=False))
                 lines += [f"  Control: {one.against_control}."] if one.control is not None else []
@@ -225,12 +248,16 @@ def judged_by_family(tested: Sequence[Tested], families: Mapping[str, Family]) -
         for kind, values in kinds.items()
     }
     found: dict[int, Judged] = {}
+    plain: dict[int, Judged] = {}
     for name, family in families.items():
         members = [one for one in whole if one.claim.family == name]
-        tests = [Judged(one.values, one.claim.equal_within, priors[_kind(one)]) for one in members]
         planned = sum(one.claim.family == name for one in tested) if family.kind == "primary" else 0
+        tests = [Judged(one.values, one.claim.equal_within, priors[_kind(one)], one.claim.expected) for one in members]
         found |= {id(one): judged for one, judged in zip(members, judge(tests, family.kind, planned), strict=True)}
-    return [replace(one, judged=found.get(id(one))) for one in tested]
+        if family.kind == "primary":
+            tests = [replace(test, prior=Prior()) for test in tests]
+            plain |= {id(one): judged for one, judged in zip(members, judge(tests, family.kind, planned), strict=True)}
+    return [replace(one, judged=found.get(id(one)), plain=plain.get(id(one))) for one in tested]
 
 
 def _kind(one: Tested) -> tuple[str, str, str]:
@@ -239,11 +266,13 @@ def _kind(one: Tested) -> tuple[str, str, str]:
     return one.claim.family, one.claim.grid or one.claim.exam, one.claim.measure
 
 
-def _options(comparison: Comparison | None) -> str:
-    """Of `compare`: all rows, and seeds as many as the row has that has most."""
+def _options(comparison: Comparison | None, specs: Mapping[str, str]) -> str:
+    """Of `compare`: all rows as they were asked for, and seeds as many as the row has that has most."""
     if comparison is None:
         return ""
-    rows, seeds = comparison.routers, max(len(comparison.of(row)) for row in comparison.routers)
+    asked = {spec: row for row, spec in specs.items()}
+    rows = [asked.get(row, row) for row in comparison.routers]
+    seeds = max(len(comparison.of(row)) for row in comparison.routers)
     return f"--routers {','.join(rows)} \\\n    --seeds {seeds} "
 
 

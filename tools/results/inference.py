@@ -4,13 +4,16 @@ A family is a small named set of claims that are judged together. Within it:
 
 - Each claim has n paired differences, one a seed. Their variance is moderated (Smyth 2004, limma): with few seeds a
   variance is a poor estimate, so it is drawn towards what all claims of the same measure show,
-  s~^2 = (d0 s0^2 + d s^2) / (d0 + d); t = mean sqrt(n) / s~ has d0 + d degrees of freedom.
+  s~^2 = (d0 s0^2 + d s^2) / (d0 + d); t = mean sqrt(n) / s~ has d0 + d degrees of freedom, but never more than all
+  claims of the measure have together, as in limma.
 - Two-sided p-values of a primary family are corrected by Holm's method (the chance of any false verdict is at most
   5 %), those of an exploratory one by Benjamini and Hochberg's (at most 5 % of its verdicts are expected to be false).
 - A claim that is not decided so is tested for equivalence: two one-sided tests (Schuirmann 1987) against a margin that
   the claim states, corrected in the same way.
+- A claim of equality holds where it is equivalent, and does not hold where the difference is significantly larger than
+  the margin: one one-sided test, corrected in the same way.
 - What is left is undecided. Beside it stands the smallest difference that the design would have seen with a power of
-  80 %, and how many more seeds would make that the margin.
+  80 % (of a claim of equality the smallest margin), and how many more seeds would make that the margin.
 """
 
 from __future__ import annotations
@@ -33,10 +36,12 @@ class Prior:
     Attributes:
         variance: s0^2.
         freedom: d0, in degrees of freedom; infinite where the variances differ by chance alone, 0 = no prior.
+        pooled: the degrees of freedom of all these variances together; no test has more (limma).
     """
 
     variance: float = 0.0
     freedom: float = 0.0
+    pooled: float = math.inf
 
     @classmethod
     def of(cls, variances: Sequence[float], freedoms: Sequence[int]) -> Prior:
@@ -47,17 +52,17 @@ class Prior:
         s2, d = (np.array(column, dtype=float) for column in zip(*kept, strict=True))
         e = np.log(s2) - special.digamma(d / 2) + np.log(d / 2)
         excess = float(e.var(ddof=1) - special.polygamma(1, d / 2).mean())
-        if excess <= 0:
-            return cls(math.exp(float(e.mean())), math.inf)
+        if excess <= 0:  # the mean is the best estimate then, as in limma since 2017
+            return cls(float(s2.mean()), math.inf, float(d.sum()))
         half = inverse_trigamma(excess)
-        return cls(math.exp(float(e.mean() + special.digamma(half) - math.log(half))), 2 * half)
+        return cls(math.exp(float(e.mean() + special.digamma(half) - math.log(half))), 2 * half, float(d.sum()))
 
     def moderate(self, variance: float, freedom: int) -> tuple[float, float]:
         """(s~^2, its degrees of freedom)."""
         if math.isinf(self.freedom):
-            return self.variance, math.inf
+            return self.variance, self.pooled
         total = self.freedom + freedom
-        return (self.freedom * self.variance + freedom * variance) / total, total
+        return (self.freedom * self.variance + freedom * variance) / total, min(total, self.pooled)
 
 
 def inverse_trigamma(value: float) -> float:
@@ -76,7 +81,9 @@ class Judged:
         values: row minus base, one a seed.
         margin: differences within plus and minus this count as none.
         prior: of the variances of its measure.
-        p, p_equal: of a difference, and of equivalence; corrected for the family once `judge` has seen it.
+        expected: "less" or "more" than the base, or "equal".
+        p, p_equal, p_beyond: of a difference, of equivalence, and of a difference beyond the margin; corrected for the
+            family once `judge` has seen it.
         alpha: the level that the claim would have to itself if every claim of the family were as hard: 5 % divided by
             their number (Holm's first step).
     """
@@ -84,8 +91,10 @@ class Judged:
     values: Sequence[float]
     margin: float
     prior: Prior = Prior()
+    expected: str = "less"
     p: float = math.nan
     p_equal: float = math.nan
+    p_beyond: float = math.nan
     alpha: float = ALPHA
 
     @property
@@ -110,38 +119,52 @@ class Judged:
 
     def tested(self) -> Judged:
         """With the p-values of this claim alone."""
-        freedom, error, mean = self.spread[1], self.error, self.mean
+        freedom, error, size = self.spread[1], self.error, abs(self.mean)
         if error == 0:
-            return replace(self, p=float(mean == 0), p_equal=float(abs(mean) >= self.margin))
-        p = 2 * float(stats.t.sf(abs(mean) / error, freedom))
-        return replace(self, p=p, p_equal=float(stats.t.sf((self.margin - abs(mean)) / error, freedom)))
+            of = float(size == 0), float(size >= self.margin), float(size <= self.margin)
+        else:
+            limits = size, self.margin - size, size - self.margin
+            one, equal, beyond = (float(stats.t.sf(limit / error, freedom)) for limit in limits)
+            of = 2 * one, equal, beyond
+        return replace(self, p=of[0], p_equal=of[1], p_beyond=of[2])
 
     @property
     def smallest(self) -> float:
-        """The smallest difference that is seen with a power of 80 % at `alpha`."""
-        return smallest_effect(self.spread[0], len(self.values), self.spread[1], self.alpha)
+        """The smallest difference (margin, where equality is claimed) that is seen with a power of 80 % at `alpha`."""
+        return self._smallest(len(self.values))
+
+    def _smallest(self, seeds: int) -> float:
+        (spread, freedom), more = self.spread, seeds - len(self.values)
+        return (smallest_margin if self.expected == "equal" else smallest_effect)(
+            spread, seeds, freedom + more, self.alpha
+        )
 
     @property
     def more_seeds(self) -> int:
         """More seeds that make the smallest difference that is seen the margin at this spread; at most `MOST_SEEDS`."""
-        n, (spread, freedom) = len(self.values), self.spread
-        extra = freedom - (n - 1)
+        n = len(self.values)
         few, enough = n - 1, n + MOST_SEEDS
         while enough - few > 1:
             seeds = (few + enough) // 2
-            if smallest_effect(spread, seeds, extra + seeds - 1, self.alpha) <= self.margin:
+            if self._smallest(seeds) <= self.margin:
                 enough = seeds
             else:
                 few = seeds
         return enough - n
 
-    def verdict(self, expected: str) -> str:
-        """holds, does not hold, equivalent, or undecided; expected: "less" or "more" than the base, or "equal"."""
-        if expected == "equal" and self.p_equal < ALPHA:
-            return "holds"
-        if self.p < ALPHA and not (expected == "equal" and abs(self.mean) <= self.margin):
-            return "holds" if expected == ("less" if self.mean < 0 else "more") else "does not hold"
+    @property
+    def verdict(self) -> str:
+        """holds, does not hold, equivalent, or undecided."""
+        if self.expected == "equal":
+            return "holds" if self.p_equal < ALPHA else "does not hold" if self.p_beyond < ALPHA else "undecided"
+        if self.p < ALPHA:
+            return "holds" if self.expected == ("less" if self.mean < 0 else "more") else "does not hold"
         return "equivalent" if self.p_equal < ALPHA else "undecided"
+
+
+def smallest_margin(spread: float, seeds: int, freedom: float, alpha: float) -> float:
+    """The margin within which two one-sided tests at `alpha` show equality with a power of 80 %, if it is exact."""
+    return float(stats.t.ppf(1 - alpha, freedom) + stats.t.ppf((1 + POWER) / 2, freedom)) * spread / math.sqrt(seeds)
 
 
 def smallest_effect(spread: float, seeds: int, freedom: float, alpha: float) -> float:
@@ -181,9 +204,10 @@ def judge(tests: Sequence[Judged], kind: str, planned: int = 0) -> list[Judged]:
     missing = [1.0] * (planned - len(tests))
     single = [test.tested() for test in tests]
     correct = CORRECTIONS[kind]
-    different, equal = (correct([getattr(one, name) for one in single] + missing) for name in ("p", "p_equal"))
+    names = ("p", "p_equal", "p_beyond")
+    corrected = zip(*(correct([getattr(one, name) for one in single] + missing) for name in names), strict=True)
     alpha = ALPHA / (len(single) + len(missing))
     return [
-        replace(one, p=p, p_equal=p_equal, alpha=alpha)
-        for one, p, p_equal in zip(single, different, equal, strict=False)  # without those that are missing
+        replace(one, p=p, p_equal=p_equal, p_beyond=p_beyond, alpha=alpha)
+        for one, (p, p_equal, p_beyond) in zip(single, corrected, strict=False)  # without those that are missing
     ]

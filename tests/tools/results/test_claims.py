@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,15 +98,24 @@ def test_every_verdict(folder: Path) -> None:
     assert page.tested[6].against_control.endswith("against `behind`")
     judged = page.tested[3].judged
     assert judged is not None
-    assert page.tested[3].verdict_text.startswith(f"**undecided**: sees {judged.smallest:.3f}; needs ")
+    assert page.tested[3].verdict_text.startswith(f"undecided: sees {judged.smallest:.3f}; needs ")
     assert judged.alpha == pytest.approx(0.05 / 6), "six with all their seeds; the control is no claim"
     shown = page.write(folder).read_text()
-    assert "| it scales | Table 2 | `pointsman compare` | - | - | - | - | **not run** |" in shown
+    assert "| it scales | Table 2 | `pointsman compare` | - | - | - | - | not run |" in shown
     assert "| language (exploratory) | 9 | 3 | 2 | 0 | 1 | 3 |" in shown
     commands = page.shown_commands("tiny")
     assert commands[0].endswith("--routers smoe,ahead,behind,same,few \\\n    --seeds 3 --out records/tiny")
     assert commands[1:] == ["pointsman evaluate records/tiny --robust c"]
     assert all(len(line) <= 120 for line in shown.splitlines() if not line.startswith("|"))
+
+
+def test_a_primary_verdict_says_what_a_plain_t_test_would(folder: Path) -> None:
+    text = PAGE + '[families.main]\nkind = "primary"\nseeds = 3\n' + claim("ahead", family="main")
+    (folder / CLAIMS).write_text(text)
+    (one,) = Page.read(folder).tested
+    assert one.plain is not None
+    assert one.verdict_text == "**holds**", "as by a plain t-test"
+    assert replace(one, plain=replace(one.plain, p=0.2)).verdict_text == "**holds**; by a plain t-test undecided"
 
 
 def test_a_base_at_another_k(folder: Path) -> None:
@@ -160,9 +170,7 @@ def test_claims_about_time_compare_turns(folder: Path) -> None:
     page = Page.read(folder)
     assert page.tested[0].values == pytest.approx([-0.06, -0.05, -0.04])
     assert list(page.families) == ["time"]
-    shown = (
-        "| `bench`: `ahead` over `smoe`, against 1.07 | -0.050 ± 0.025 of the time | 3 turns | 0.01 | - | **holds** |"
-    )
+    shown = "| `bench`: `ahead` over `smoe`, against 1.07 | -0.050 ± 0.025 of the time | 3 turns | 0.01 | - | holds |"
     assert shown in page.markdown()
     (folder / CLAIMS).write_text(PAGE + timed.replace("'smoe'", "'smo'"))
     with pytest.raises(RunError, match="no row 'smo'"):

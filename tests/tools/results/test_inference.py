@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from tools.results.inference import ALPHA, Judged, Prior, inverse_trigamma, judge, smallest_effect
+from tools.results.inference import ALPHA, Judged, Prior, inverse_trigamma, judge, smallest_effect, smallest_margin
 
 SLEEP = [-1.2, -2.4, -1.3, -1.3, 0.0, -1.0, -1.8, -0.8, -4.6, -1.4]
 """Group 1 minus group 2 of R's data set `sleep` (Student 1908)."""
@@ -64,7 +64,9 @@ def test_moderation_finds_the_prior_it_was_drawn_from() -> None:
 
 
 def test_variances_that_differ_by_chance_alone_are_pooled() -> None:
-    assert math.isinf(Prior.of([1.0, 1.1, 0.9, 1.0, 1.05], [4] * 5).freedom)
+    prior = Prior.of([1.0, 1.1, 0.9, 1.0, 1.05], [4] * 5)
+    assert math.isinf(prior.freedom)
+    assert prior.moderate(3.0, 4) == (pytest.approx(1.01), 20), "their mean, and their degrees of freedom: limma"
     assert Prior.of([1.0, 2.0], [4, 4]) == Prior()
 
 
@@ -99,13 +101,13 @@ def test_the_smallest_effect_has_the_power_it_says(draws: np.random.Generator) -
 )  # fmt: skip
 def test_verdicts(mean: float, expected: str, verdict: str) -> None:
     values = [mean + x for x in (0.01, -0.01, 0.02, -0.02, 0.0, 0.0)]
-    (test,) = judge([Judged(values, margin=0.1)], "primary")
-    assert test.verdict(expected) == verdict
+    (test,) = judge([Judged(values, margin=0.1, expected=expected)], "primary")
+    assert test.verdict == verdict
 
 
 def test_undecided_says_how_many_more_seeds() -> None:
     (test,) = judge([Judged([1.2, -1.2] * 6, margin=0.5)], "primary")
-    assert test.verdict("less") == "undecided"
+    assert test.verdict == "undecided"
     assert test.smallest > 0.5
     seeds = 12 + test.more_seeds
     spread = test.spread[0]
@@ -114,15 +116,35 @@ def test_undecided_says_how_many_more_seeds() -> None:
 
 
 def test_no_spread_is_decided_by_the_mean() -> None:
-    assert judge([Judged([0.0, 0.0, 0.0], 0.1)], "primary")[0].verdict("less") == "equivalent"
-    assert judge([Judged([-1.0, -1.0, -1.0], 0.1)], "primary")[0].verdict("less") == "holds"
+    assert judge([Judged([0.0, 0.0, 0.0], 0.1)], "primary")[0].verdict == "equivalent"
+    assert judge([Judged([-1.0, -1.0, -1.0], 0.1)], "primary")[0].verdict == "holds"
 
 
 def test_a_small_difference_is_no_difference_where_equality_was_claimed() -> None:
     inside, beyond = ([base + 1e-4 * one for one in (-1, 0, 1)] for base in (0.002, 0.05))
     for values, verdict in ((inside, "holds"), (beyond, "does not hold")):
-        assert Judged(values, margin=0.01).tested().verdict("equal") == verdict
-    assert Judged(inside, margin=0.01).tested().verdict("less") == "does not hold", "it is more, however little"
+        assert Judged(values, margin=0.01, expected="equal").tested().verdict == verdict
+    assert Judged(inside, margin=0.01).tested().verdict == "does not hold", "it is more, however little"
+
+
+def test_equality_fails_only_beyond_the_margin(draws: np.random.Generator) -> None:
+    values = list(0.011 + 0.001 * draws.normal(size=12))
+    test = Judged(values, margin=0.01, expected="equal").tested()
+    assert test.p < 1e-9
+    assert test.p_beyond == pytest.approx(stats.ttest_1samp(values, 0.01, alternative="greater").pvalue, rel=1e-9)
+    assert Judged(list(0.0104 + 0.001 * draws.normal(size=4)), 0.01, expected="equal").tested().verdict == "undecided"
+
+
+def test_the_smallest_margin_has_the_power_it_says(draws: np.random.Generator) -> None:
+    n, alpha = 12, 0.01
+    margin = smallest_margin(1.0, n, n - 1, alpha)
+    values = draws.normal(0.0, 1.0, size=(20_000, n))
+    error = values.std(1, ddof=1) / math.sqrt(n)
+    shown = (margin - np.abs(values.mean(1))) / error > stats.t.ppf(1 - alpha, n - 1)
+    assert shown.mean() == pytest.approx(0.8, abs=0.03)
+    one = Judged([0.5, -0.5] * 6, margin=0.1, expected="equal").tested()
+    assert one.verdict == "undecided"
+    assert one.smallest > smallest_margin(one.spread[0], 12 + one.more_seeds, 11 + one.more_seeds, ALPHA)
 
 
 def test_three_seeds_in_a_family_of_many_have_a_smallest_difference() -> None:

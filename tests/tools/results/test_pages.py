@@ -104,13 +104,14 @@ def test_claims_find_the_rows_whose_rate_was_tuned(tmp_path: Path) -> None:
     (folder / CLAIMS).write_text(PAGE + claim("asked"))
     [one] = Page.read(folder).tested
     assert (one.claim.row, one.verdict) == ("ahead", "holds")
+    assert "smoe,asked,behind" in Page.read(folder).shown_commands("tiny")[0], "so that the command makes the grid"
 
 
 def test_a_tuned_grid_shows_what_was_chosen(tmp_path: Path) -> None:
     folder, pages = invented(tmp_path), tmp_path / "pages"
     pages.mkdir()
     curve = {"learning_rate=0.001": [2.0, 1.5], "learning_rate=0.002": [1.9, 1.6], "learning_rate=0.004": [3.0]}
-    (folder / "tiny" / "tuning.json").write_text(json.dumps({"seed": 1000, "k": 2, "curve": {"ahead": curve}}))
+    (folder / "tiny" / "tuning.json").write_text(json.dumps({"seeds": [1000], "k": 2, "curve": {"ahead": curve}}))
     (folder / CLAIMS).write_text(QUESTION + PAGE + claim("ahead"))
     Pages(folder, Page.read(folder)).write(pages)
     grid = (pages / "tiny.md").read_text()
