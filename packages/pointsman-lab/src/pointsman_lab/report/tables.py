@@ -18,14 +18,16 @@ from pointsman_lab.runs.record import RunRecord, over_layers
 
 COSTS = ("MFLOP", "Active", "Params")
 CSV_COSTS = ("FLOPs a token", "active parameters", "parameters")
-COUNTED = "MFLOP, active: FLOPs a token and its parameters, counted, at the k of training; params: all trainable ones"
+COUNTED = (
+    "MFLOP, active: FLOPs a token and its parameters, counted, at the first k of training; params: all trainable ones"
+)
 
 COST = ("flops", "active", "total")
 """What evaluation.json says of the cost of a token."""
 
 
 def cost_of(runs: Iterable[RunRecord]) -> Mapping[str, int]:
-    """What a token costs at the k of training, by `COST`: of the first of these runs that says so; {} of none."""
+    """What a token costs at the first k of training, by `COST`: of the first of these runs that says so; {} of none."""
     found = (run.evaluation.get("cost") or {} for run in runs if run.done)
     return next((cost for cost in found if cost.keys() >= set(COST)), {})
 
