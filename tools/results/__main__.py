@@ -122,10 +122,8 @@ def tuning(folder: Path) -> list[str]:
         notes += [f"`{row}`: {one}." for one in edges(curve, best).splitlines() if one]
     header = ("row", "choices", "chosen", "its figure after each round", "the next (last round)")
     first, *more = told["seeds"]
-    what = (
-        f"Seed {first}{f' (last round: to {more[-1]})' if more else ''}, validation text, k = {told['k']}: after each "
-    )
-    what += "round the better half of a row's choices."
+    last = f" (last round: to {more[-1]})" if more else ""
+    what = f"Seed {first}{last}, validation text, k = {told['k']}: after each round the better half of a row's choices."
     return ["## tuning", what, Grid(header, lines, labels=1).markdown(), *notes]
 
 

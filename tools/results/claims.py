@@ -28,6 +28,27 @@ from tools.results.inference import Judged, Prior, judge
 
 COMMANDS = ("pointsman ", "python ")
 HEADER = ("claim", "where", "test", "difference", "seeds", "p", "control", "verdict")
+EXPLAINED = """
+# Claims
+
+Made by `make results` from the records in `records/`; nothing here is typed by hand.
+
+Each line compares two rows of one grid, paired by seed: same data order, same initial weights in the parts that both
+have. Of a language model a seed changes the initial weights, not the order of the data. Difference: first row minus
+second, mean ± half of its own 95 % interval, not corrected. Variances are moderated over the claims of a measure (Smyth
+2004); p is corrected for the family: by Holm's method in a primary family, by Benjamini and Hochberg's in an
+exploratory one. *Equivalent*: two one-sided tests find the difference within the margin that is named. *Undecided*:
+neither; beside it stands the smallest difference that would have been seen with a power of 80 % (at Holm's first step),
+or of a claim of equality the smallest margin. A control is no claim, so it has a figure, with an interval of its own
+variance, and no verdict. The models are tiny: verdicts are about this size.
+
+Bold: verdicts of primary families, beside them that of a plain t-test, corrected likewise, where it is another. No
+interval holds what the choice of learning rates adds: it rests on one seed, or on three where the grid's page says so.
+Exploratory grids were looked at while their seeds came in, so their p-values are too small by an unknown amount, and
+their verdicts only suggest what to ask next. [The protocol](protocol.md) says what was fixed before the runs. A star
+marks a claim that entered when its records were there already. Each grid's page has its command; claims.toml in
+`records/` has all.
+"""
 
 
 @dataclass(frozen=True)
@@ -76,8 +97,8 @@ class Tested:
     @property
     def otherwise(self) -> str:
         """The verdict of a plain t-test, where that of moderated variances is another."""
-        differs = self.plain is not None and self.plain.verdict != self.verdict
-        return f"; by a plain t-test {self.plain.verdict}" if self.plain and differs else ""
+        other = self.plain.verdict if self.plain else self.verdict
+        return f"; by a plain t-test {other}" if other != self.verdict else ""
 
     @property
     def marked(self) -> str:
@@ -161,29 +182,7 @@ class Page:
 
     def markdown(self) -> str:
         """The page."""
-        lines = [
-            "# Claims",
-            "",
-            "Made by `make results` from the records in `records/`; nothing here is typed by hand.",
-            "",
-            "Each line compares two rows of one grid, paired by seed: same data order, same initial weights where two",
-            "rows have the same ones. Of a language model a seed changes these and dropout, not the order of the data.",
-            "Difference: first row minus second, mean ± half of its own 95 % interval, not corrected.",
-            "Variances are moderated over the claims of a measure (Smyth 2004); p is corrected for the family:",
-            "by Holm's method in a primary family, by Benjamini and Hochberg's in an exploratory one. *Equivalent*:",
-            "two one-sided tests find the difference within the margin that is named. *Undecided*: neither; beside it",
-            "stands the smallest difference that would have been seen with a power of 80 % (at Holm's first step), or",
-            "of a claim of equality the smallest margin. A control is no claim, so it has a figure, with an interval",
-            "of its own variance, and no verdict. The models are tiny: verdicts are about this size.",
-            "",
-            "Bold: verdicts of primary families, beside them that of a plain t-test where it is another. No interval",
-            "holds what the choice of learning rates adds: it rests on one seed, or on three where the grid's page",
-            "says so. Exploratory grids were looked at while their seeds came in, so their p-values are too small by",
-            "an unknown amount, and their verdicts only suggest what to ask next. [The protocol](protocol.md) says",
-            "what was fixed before the runs. A star marks a claim that entered when its records were there already.",
-            "Each grid's page has its command; claims.toml in `records/` has all.",
-            "",
-        ]
+        lines = [EXPLAINED.lstrip()]
         lines += self._summary()
         for name, family in self.families.items():
             of = [one for one in self.tested if one.claim.family == name]

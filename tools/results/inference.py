@@ -6,14 +6,14 @@ A family is a small named set of claims that are judged together. Within it:
   variance is a poor estimate, so it is drawn towards what all claims of the same measure show,
   s~^2 = (d0 s0^2 + d s^2) / (d0 + d); t = mean sqrt(n) / s~ has d0 + d degrees of freedom, but never more than all
   claims of the measure have together, as in limma.
-- Two-sided p-values of a primary family are corrected by Holm's method (the chance of any false verdict is at most
+- Two-sided p-values of a primary family are corrected by Holm's method (the chance of any false difference is at most
   5 %), those of an exploratory one by Benjamini and Hochberg's (at most 5 % of its verdicts are expected to be false).
 - A claim that is not decided so is tested for equivalence: two one-sided tests (Schuirmann 1987) against a margin that
   the claim states, corrected in the same way.
 - A claim of equality holds where it is equivalent, and does not hold where the difference is significantly larger than
-  the margin: one one-sided test, corrected in the same way.
+  the margin, which is then what p is of.
 - What is left is undecided. Beside it stands the smallest difference that the design would have seen with a power of
-  80 % (of a claim of equality the smallest margin), and how many more seeds would make that the margin.
+  about 80 % (of a claim of equality the smallest margin), and how many more seeds would make that the margin.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Judged:
         margin: differences within plus and minus this count as none.
         prior: of the variances of its measure.
         expected: "less" or "more" than the base, or "equal".
-        p, p_equal, p_beyond: of a difference, of equivalence, and of a difference beyond the margin; corrected for the
-            family once `judge` has seen it.
+        p, p_equal: of a difference (where equality is claimed, of one beyond the margin), and of equivalence; corrected
+            for the family once `judge` has seen it.
         alpha: the level that the claim would have to itself if every claim of the family were as hard: 5 % divided by
             their number (Holm's first step).
     """
@@ -94,7 +94,6 @@ class Judged:
     expected: str = "less"
     p: float = math.nan
     p_equal: float = math.nan
-    p_beyond: float = math.nan
     alpha: float = ALPHA
 
     @property
@@ -120,13 +119,12 @@ class Judged:
     def tested(self) -> Judged:
         """With the p-values of this claim alone."""
         freedom, error, size = self.spread[1], self.error, abs(self.mean)
+        none = self.margin if self.expected == "equal" else 0.0  # the largest size that counts as no difference
         if error == 0:
-            of = float(size == 0), float(size >= self.margin), float(size <= self.margin)
-        else:
-            limits = size, self.margin - size, size - self.margin
-            one, equal, beyond = (float(stats.t.sf(limit / error, freedom)) for limit in limits)
-            of = 2 * one, equal, beyond
-        return replace(self, p=of[0], p_equal=of[1], p_beyond=of[2])
+            return replace(self, p=float(size <= none), p_equal=float(size >= self.margin))
+        limits = np.array([size - none, size + none, self.margin - size])
+        beyond, below, equal = stats.t.sf(limits / error, freedom)
+        return replace(self, p=float(beyond + below), p_equal=float(equal))
 
     @property
     def smallest(self) -> float:
@@ -134,10 +132,8 @@ class Judged:
         return self._smallest(len(self.values))
 
     def _smallest(self, seeds: int) -> float:
-        (spread, freedom), more = self.spread, seeds - len(self.values)
-        return (smallest_margin if self.expected == "equal" else smallest_effect)(
-            spread, seeds, freedom + more, self.alpha
-        )
+        seen = smallest_margin if self.expected == "equal" else smallest_effect
+        return seen(self.spread[0], seeds, self.spread[1] + seeds - len(self.values), self.alpha)
 
     @property
     def more_seeds(self) -> int:
@@ -155,15 +151,15 @@ class Judged:
     @property
     def verdict(self) -> str:
         """holds, does not hold, equivalent, or undecided."""
-        if self.expected == "equal":
-            return "holds" if self.p_equal < ALPHA else "does not hold" if self.p_beyond < ALPHA else "undecided"
+        if self.expected == "equal" and self.p_equal < ALPHA:
+            return "holds"
         if self.p < ALPHA:
             return "holds" if self.expected == ("less" if self.mean < 0 else "more") else "does not hold"
         return "equivalent" if self.p_equal < ALPHA else "undecided"
 
 
 def smallest_margin(spread: float, seeds: int, freedom: float, alpha: float) -> float:
-    """The margin within which two one-sided tests at `alpha` show equality with a power of 80 %, if it is exact."""
+    """The margin within which two one-sided tests at `alpha` show exact equality with a power of about 80 %."""
     return float(stats.t.ppf(1 - alpha, freedom) + stats.t.ppf((1 + POWER) / 2, freedom)) * spread / math.sqrt(seeds)
 
 
@@ -204,10 +200,9 @@ def judge(tests: Sequence[Judged], kind: str, planned: int = 0) -> list[Judged]:
     missing = [1.0] * (planned - len(tests))
     single = [test.tested() for test in tests]
     correct = CORRECTIONS[kind]
-    names = ("p", "p_equal", "p_beyond")
-    corrected = zip(*(correct([getattr(one, name) for one in single] + missing) for name in names), strict=True)
+    different, equal = (correct([getattr(one, name) for one in single] + missing) for name in ("p", "p_equal"))
     alpha = ALPHA / (len(single) + len(missing))
     return [
-        replace(one, p=p, p_equal=p_equal, p_beyond=p_beyond, alpha=alpha)
-        for one, (p, p_equal, p_beyond) in zip(single, corrected, strict=False)  # without those that are missing
+        replace(one, p=p, p_equal=p_equal, alpha=alpha)
+        for one, p, p_equal in zip(single, different, equal, strict=False)  # without those that are missing
     ]

@@ -16,7 +16,7 @@ from pointsman_lab.cli.main import main
 from pointsman_lab.runs.comparison import write_plan
 from pointsman_lab.training.compare import Plan
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.tune import choices, edges, spec_of, takes, tuned
+from pointsman_lab.training.tune import SEEDS, choices, edges, spec_of, takes, tuned
 from tests.lab.cli.test_compare import TEXT, arguments
 
 
@@ -115,6 +115,40 @@ def test_rows_that_may_become_the_same_are_refused_before_the_rounds(tune: Tune)
         tune("smoe,xmoe,smoe:lr_scale=4", "router_lr_scale=1,4")
     assert not tune.rounds
     assert tune("smoe,smoe:lr_scale=4", "learning_rate=1e-3,2e-3").routers == ("smoe", "smoe:lr_scale=4")
+
+
+def test_a_row_that_may_become_one_that_is_there_is_refused(tune: Tune, tmp_path: Path) -> None:
+    plan = Plan(tune.settings(), ("smoe:lr_scale=4",), (0,))
+    write_plan(
+        tmp_path / "out", settings=plan.settings(), routers=plan.routers, seeds=plan.seeds, command="", kernels={},
+        data="0", tuned={},
+    )  # fmt: skip
+    with pytest.raises(RunError, match="smoe:lr_scale=4 and smoe may both become smoe:lr_scale=4"):
+        tune("smoe,smoe:lr_scale=4", "router_lr_scale=1,4")
+
+
+def test_the_last_round_is_of_three_seeds(tune: Tune, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def run(seed: int, rate: float) -> SimpleNamespace:  # the larger rate is better on the first seed alone
+        value = 1.0 + (-rate if seed == SEEDS[0] else rate)
+        return SimpleNamespace(results=lambda split: {4: {"metric": "bits_per_character", "value": value}})
+
+    def done(folder: Path) -> SimpleNamespace:
+        rate = float(folder.name.partition("learning_rate=")[2])
+        return SimpleNamespace(runs={("smoe", seed): run(seed, rate) for seed in SEEDS})
+
+    monkeypatch.setattr("pointsman_lab.training.tune.read_comparison", done)
+    plan = tune("smoe", "learning_rate=0.1,0.2,0.4")
+    assert [one.seeds for one in tune.rounds] == [SEEDS[:1]] * 5 + [SEEDS] * 2
+    assert plan.tuned["smoe"]["learning_rate"] == "0.2", "of 0.2 and 0.4, the best two of the first seed"
+    kept = json.loads((tmp_path / "out-tuning" / "tuning.json").read_text())
+    assert kept["seeds"] == [*SEEDS]
+    assert kept["curve"]["smoe"]["learning_rate=0.2"] == pytest.approx([0.8, 0.8, 1 + 0.2 / 3])
+
+
+def test_a_seed_of_the_choice_is_no_seed_of_a_result(tune: Tune, tmp_path: Path) -> None:
+    plan = Plan(tune.settings(), ("smoe",), (0, 1002))
+    with pytest.raises(RunError, match="--tune uses seed 1002, which is then no seed of a result"):
+        tuned(plan, ["learning_rate=1,2"], tmp_path / "out", lambda *_: None, lambda _: None, lambda _: True)
 
 
 @pytest.mark.slow

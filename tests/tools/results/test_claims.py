@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,11 +111,16 @@ def test_every_verdict(folder: Path) -> None:
 
 
 def test_a_primary_verdict_says_what_a_plain_t_test_would(folder: Path) -> None:
-    text = PAGE + '[families.main]\nkind = "primary"\nseeds = 3\n' + claim("ahead", family="main")
+    rows = ("ahead", "behind", "same")
+    text = PAGE + '[families.main]\nkind = "primary"\nseeds = 3\n' + "".join(claim(row, family="main") for row in rows)
     (folder / CLAIMS).write_text(text)
-    (one,) = Page.read(folder).tested
+    one, *others = Page.read(folder).tested
+    assert one.judged is not None
     assert one.plain is not None
-    assert one.verdict_text == "**holds**", "as by a plain t-test"
+    assert one.plain.spread == (pytest.approx(statistics.stdev(one.values)), 2), "its own, and not moderated"
+    assert one.judged.spread != one.plain.spread
+    assert all(other.plain is not None for other in others)
+    assert replace(one, plain=replace(one.plain, p=0.01)).verdict_text == "**holds**"
     assert replace(one, plain=replace(one.plain, p=0.2)).verdict_text == "**holds**; by a plain t-test undecided"
 
 

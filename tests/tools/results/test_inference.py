@@ -127,12 +127,22 @@ def test_a_small_difference_is_no_difference_where_equality_was_claimed() -> Non
     assert Judged(inside, margin=0.01).tested().verdict == "does not hold", "it is more, however little"
 
 
-def test_equality_fails_only_beyond_the_margin(draws: np.random.Generator) -> None:
-    values = list(0.011 + 0.001 * draws.normal(size=12))
-    test = Judged(values, margin=0.01, expected="equal").tested()
-    assert test.p < 1e-9
-    assert test.p_beyond == pytest.approx(stats.ttest_1samp(values, 0.01, alternative="greater").pvalue, rel=1e-9)
-    assert Judged(list(0.0104 + 0.001 * draws.normal(size=4)), 0.01, expected="equal").tested().verdict == "undecided"
+def test_equality_fails_only_beyond_the_margin() -> None:
+    for mean, verdict in ((0.0104, "undecided"), (0.02, "does not hold")):
+        values = [mean + 1e-3 * one for one in (-1.5, -0.5, 0.5, 1.5)]
+        test = Judged(values, margin=0.01, expected="equal").tested()
+        assert test.verdict == verdict
+        assert Judged(values, margin=0.01).tested().p < ALPHA, "it is no equality"
+        sides = (stats.ttest_1samp(values, bound, alternative="greater").pvalue for bound in (0.01, -0.01))
+        assert test.p == pytest.approx(sum(sides), rel=1e-9)
+
+
+def test_equality_is_denied_as_rarely_as_promised(draws: np.random.Generator) -> None:
+    """At a margin that is small beside the spread, too, where the difference can err to either side."""
+    denied = [
+        Judged(list(0.1 + draws.normal(size=6)), margin=0.1, expected="equal").tested().p < ALPHA for _ in range(2000)
+    ]
+    assert sum(denied) / 2000 < 0.065
 
 
 def test_the_smallest_margin_has_the_power_it_says(draws: np.random.Generator) -> None:

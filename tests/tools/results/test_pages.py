@@ -111,12 +111,13 @@ def test_a_tuned_grid_shows_what_was_chosen(tmp_path: Path) -> None:
     folder, pages = invented(tmp_path), tmp_path / "pages"
     pages.mkdir()
     curve = {"learning_rate=0.001": [2.0, 1.5], "learning_rate=0.002": [1.9, 1.6], "learning_rate=0.004": [3.0]}
-    (folder / "tiny" / "tuning.json").write_text(json.dumps({"seeds": [1000], "k": 2, "curve": {"ahead": curve}}))
+    (folder / "tiny" / "tuning.json").write_text(json.dumps({"seeds": [1000, 1001], "k": 2, "curve": {"ahead": curve}}))
     (folder / CLAIMS).write_text(QUESTION + PAGE + claim("ahead"))
     Pages(folder, Page.read(folder)).write(pages)
     grid = (pages / "tiny.md").read_text()
     assert "| `ahead` | 3 | learning_rate=0.001 | 2.000, 1.500 | learning_rate=0.002 (1.600) |" in grid
     assert "`ahead`: learning_rate=0.001 is at the edge of what was tried" in grid
+    assert "Seed 1000 (last round: to 1001), validation text, k = 2" in grid
 
 
 def test_commands_of_the_page_of_claims_are_understood() -> None:

@@ -144,8 +144,8 @@ def inference_flops(model: nn.Module, top_k: int, protocol: Protocol = PAPERS) -
 
 
 def cost_a_token(config: ModelConfig, length: int, memory: int) -> dict[str, int]:
-    """What a token costs at the k of training: {"top_k", "flops" of inference by this module's protocol, "active" and
-    "total" trainable parameters, routers included}, of texts of `length` after `memory` positions."""
+    """What a token costs at the first k of training: {"top_k", "flops" of inference by this module's protocol, "active"
+    and "total" trainable parameters, routers included}, of texts of `length` after `memory` positions."""
     model, k = _built(config), config.num_experts if has_one_k(config.router) else config.top_k
     total = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     idle = 0

@@ -33,7 +33,7 @@ class LanguageTable(Forms):
         metric: of the cells. note: the protocol in words.
         floors: column -> (name, figure) of the best prediction without a model.
         errors: column -> standard error over items, mean over runs.
-        costs: router -> what a token costs at the k of training, where that is recorded.
+        costs: router -> what a token costs at the first k of training, where that is recorded.
     """
 
     name: str

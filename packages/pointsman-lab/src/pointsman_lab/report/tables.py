@@ -46,7 +46,7 @@ class Row:
         quality: k -> the metric over seeds.
         entropy: of the full distribution before mixing, in nats, mean over tokens and layers, at the largest k.
         router_parameters: trainable parameters of all routers; None for dense models.
-        cost: of a token at the k of training: "flops", "active" and "total" parameters; empty where not recorded.
+        cost: of a token at the first k of training: "flops", "active" and "total" parameters; empty where not recorded.
         step_seconds: median training step.
         experts: mean number of experts a token at the largest k, where the evaluation recorded it.
         done, missing: seeds with and without an evaluation.

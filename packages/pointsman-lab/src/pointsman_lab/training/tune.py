@@ -26,7 +26,7 @@ from pointsman_lab.training.k_schedule import parse_top_k
 from pointsman_lab.training.settings import without_effect
 
 SEEDS = (1000, 1001, 1002)
-"""The last round has all three, the others the first: its choices often differ by less than two seeds of one do."""
+"""The last round has all three, the others the first: its choices often differ by less than one choice's seeds do."""
 SHARES = (8, 4, 2)
 """A round trains for one part in so many of the steps; after each the better half of a row's choices goes on."""
 SHARED = {"data", "tokenizer", "pieces", "language_exponent", "start_from", "seed", "steps", "model.router"}
@@ -112,7 +112,7 @@ def tuned(
     left = {row: [choice for choice in every if takes(row, choice, plan.base.model)] for row in rows}
     if fixed := [row for row, of in left.items() if not of]:
         raise RunError(f"--tune {ROUTER}: {fixed[0]} has no router whose rate can be scaled; give 1 among its values")
-    became: dict[str, str] = {}
+    became = {spec: row for row, spec in names.items()}
     for row, of in left.items():
         for spec in (spec_of(row, one) for one in of):
             if (other := became.setdefault(spec, row)) != row:

@@ -18,7 +18,7 @@ BASELINES = {
     "dense": "One feed-forward layer with the parameters of all experts; no router.",
     "dense-dropout": "The dense baseline with dropout 0.1 in its feed-forward layers.",
     "plain": "One feed-forward layer of one expert's width, nothing where `after:` adds one: the papers' dense model.",
-    "dense-matched": "As many feed-forward layers as routers have, with the FLOPs a token of the k of training.",
+    "dense-matched": "As many feed-forward layers as routers have, with the FLOPs a token of the first k of training.",
 }
 """Baselines without a router: models build them, `compare` lists them."""
 
