@@ -123,7 +123,7 @@ def tuning(folder: Path) -> list[str]:
     header = ("row", "choices", "chosen", "its figure after each round", "the next (last round)")
     first, *more = told["seeds"]
     last = f" (last round: to {more[-1]})" if more else ""
-    what = f"Seed {first}{last}, validation text, k = {told['k']}: after each round the better half of a row's choices."
+    what = f"Seed {first}{last}, validation text, k = {told['k']}: after each round the better of a row's choices."
     return ["## tuning", what, Grid(header, lines, labels=1).markdown(), *notes]
 
 

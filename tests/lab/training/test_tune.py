@@ -145,6 +145,11 @@ def test_the_last_round_is_of_three_seeds(tune: Tune, monkeypatch: pytest.Monkey
     assert kept["curve"]["smoe"]["learning_rate=0.2"] == pytest.approx([0.8, 0.8, 1 + 0.2 / 3])
 
 
+def test_half_of_the_choices_go_on_then_two_for_all_the_steps(tune: Tune) -> None:
+    tune("smoe", "learning_rate=1,2,3,4,5,6,7,8", steps="16")
+    assert [one.base.steps for one in tune.rounds] == [4] * 8 + [8] * 4 + [16] * 2
+
+
 def test_a_seed_of_the_choice_is_no_seed_of_a_result(tune: Tune, tmp_path: Path) -> None:
     plan = Plan(tune.settings(), ("smoe",), (0, 1002))
     with pytest.raises(RunError, match="--tune uses seed 1002, which is then no seed of a result"):
