@@ -28,8 +28,9 @@ from pointsman_lab.runs.comparison import Comparison, read_comparison
 from pointsman_lab.tasks.attacks.table import attack_tables
 from pointsman_lab.tasks.images.robust_table import robust_tables
 from pointsman_lab.training.tune import CURVE, edges
-from tools.results.claims import Page, Tested, tuned_rows
+from tools.results.claims import Page, Tested
 from tools.results.claims_file import CLAIMS, read_toml
+from tools.results.evidence import tuned_rows
 from tools.results.measures import DIAGNOSED, UNITS, Measure
 from tools.results.trends import Trends
 
@@ -122,7 +123,7 @@ def tuning(folder: Path) -> list[str]:
         notes += [f"`{row}`: {one}." for one in edges(curve, best).splitlines() if one]
     header = ("row", "choices", "chosen", "its figure after each round", "the next (last round)")
     first, *more = told["seeds"]
-    last = f" (last round: to {more[-1]})" if more else ""
+    last = f" (last round: {first} to {more[-1]})" if more else ""
     what = f"Seed {first}{last}, validation text, k = {told['k']}: after each round the better of a row's choices."
     return ["## tuning", what, Grid(header, lines, labels=1).markdown(), *notes]
 

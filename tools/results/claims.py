@@ -1,11 +1,11 @@
 """claims.md: each claim of the papers beside a paired test, a control and a verdict; made from comparison directories.
 
-`claims_file.py` says how claims are written, `inference.py` how they are judged.
+`claims_file.py` says how claims are written, `evidence.py` what the records hold of them, `inference.py` how they are
+judged.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 import textwrap
 from collections import Counter
@@ -13,17 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pointsman._errors import RunError, did_you_mean
-from pointsman_lab._files import read_json, write_whole
+from pointsman_lab._files import write_whole
 from pointsman_lab._grid import NONE, Grid
-from pointsman_lab._shapes import check_shape
 from pointsman_lab.exam.exam import record
-from pointsman_lab.exam.scores import Cells, difference
 from pointsman_lab.report.cell import LEAST_SEEDS
-from pointsman_lab.report.tables import ComparisonTable
-from pointsman_lab.runs.comparison import Comparison, read_comparison, read_plan
+from pointsman_lab.runs.comparison import Comparison, read_comparison
 from pointsman_lab.runs.paths import COMPARISON
 from tools.results.claims_file import CLAIMS, Claim, Family, read_claims, read_toml
+from tools.results.evidence import check_cost, tuned_claim, tuned_rows, unit_of, values_in_file, values_of
 from tools.results.inference import Judged, Prior, judge
 
 COMMANDS = ("pointsman ", "python ")
@@ -250,12 +247,12 @@ def judged_by_family(tested: Sequence[Tested], families: Mapping[str, Family]) -
     plain: dict[int, Judged] = {}
     for name, family in families.items():
         members = [one for one in whole if one.claim.family == name]
-        planned = sum(one.claim.family == name for one in tested) if family.kind == "primary" else 0
         tests = [Judged(one.values, one.claim.equal_within, priors[_kind(one)], one.claim.expected) for one in members]
-        found |= {id(one): judged for one, judged in zip(members, judge(tests, family.kind, planned), strict=True)}
-        if family.kind == "primary":
-            tests = [replace(test, prior=Prior()) for test in tests]
-            plain |= {id(one): judged for one, judged in zip(members, judge(tests, family.kind, planned), strict=True)}
+        ids, kind, planned = [id(one) for one in members], family.kind, 0
+        if kind == "primary":
+            planned = sum(one.claim.family == name for one in tested)
+            plain |= zip(ids, judge([replace(test, prior=Prior()) for test in tests], kind, planned), strict=True)
+        found |= zip(ids, judge(tests, kind, planned), strict=True)
     return [replace(one, judged=found.get(id(one)), plain=plain.get(id(one))) for one in tested]
 
 
@@ -273,78 +270,3 @@ def _options(comparison: Comparison | None, specs: Mapping[str, str]) -> str:
     rows = [asked.get(row, row) for row in comparison.routers]
     seeds = max(len(comparison.of(row)) for row in comparison.routers)
     return f"--routers {','.join(rows)} \\\n    --seeds {seeds} "
-
-
-def unit_of(claim: Claim, grids: Mapping[str, Comparison]) -> str:
-    """Of the difference."""
-    if claim.measure:
-        return claim.measured.unit(grids.get(claim.grid))
-    return "of the time" if claim.timings else "of the score" if claim.exam else "bits" if claim.losses else ""
-
-
-def values_of(claim: Claim, other: str, grids: Mapping[str, Comparison], cells: Cells) -> list[float]:
-    """The claim's row minus another row, one a seed that both have; none where either has not been run."""
-    if claim.exam:
-        return list(difference(cells, claim.exam, claim.row, other).values)
-    comparison = grids.get(claim.grid)
-    if not other or comparison is None or not claim.measure:
-        return []
-    one = claim.measured.of(comparison, claim.row)
-    two = replace(claim.measured, k=claim.base_k or claim.k).of(comparison, other)
-    return [one[seed] - two[seed] for seed in sorted(one.keys() & two.keys())]
-
-
-def tuned_rows(folder: Path) -> dict[str, str]:
-    """Row as it was asked for -> its spec in the grid, where `compare --tune` chose the router's own rate."""
-    plan = read_plan(folder) or {}
-    return {str(one["row"]): spec for spec, one in plan.get("tuned", {}).items() if "row" in one}
-
-
-def tuned_claim(claim: Claim, specs: Mapping[str, str]) -> Claim:
-    """The claim with the rows of its grid in place of those that were asked for."""
-    row, base, control = (specs.get(name, name) for name in (claim.row, claim.base, claim.control))
-    return replace(claim, row=row, base=base, control=control)
-
-
-def check_cost(claim: Claim, grid: Comparison | None) -> None:
-    """Refuses a claim on what routing gains over a dense row that costs less, without a control that tells them apart.
-
-    Such a control has been run, and is the row's own `+uniform`, or a dense row of its cost (within 2 %).
-    """
-    if grid is None or not claim.measure or {claim.row, claim.base} - {*grid.routers}:
-        return
-    rows = {one.router: one for one in ComparisonTable.of(grid).rows}
-    row, base, control = rows[claim.row], rows[claim.base], rows.get(claim.control)
-    if row.router_parameters is None or base.router_parameters is not None or not (row.cost and base.cost):
-        return
-    mine, theirs = row.cost["flops"], base.cost["flops"]
-    if theirs >= 0.98 * mine:
-        return
-    if control is not None and control.done:
-        dense = control.router_parameters is None and abs(control.cost.get("flops", 0) / mine - 1) <= 0.02
-        if dense or claim.control == f"{claim.row.partition('+')[0]}+uniform":
-            return
-    told = f"{claim.base} costs {theirs / 1e6:.3g} MFLOP a token, {claim.row} {mine / 1e6:.3g}"
-    raise RunError(
-        f"{CLAIMS}, {claim.claim!r}: {told}: name a control of {claim.grid} that has been run: {claim.row}+uniform, "
-        "or dense-matched"
-    )
-
-
-def values_in_file(claim: Claim, folder: Path) -> list[float]:
-    """The row's time over the base's, minus the limit, one a turn; of losses row minus base, one a seed."""
-    kind, name = ("bits", claim.losses) if claim.losses else ("seconds", claim.timings)
-    if not name or (record := read_json(file := folder / name)) is None:
-        return []
-    check_shape(record, {f"{kind}!": {"*": [float]}}, str(file))
-    figures = record[kind]
-    for row in (claim.row, claim.base):
-        if row not in figures:
-            raise RunError(f"{file}: no row {row!r}: {did_you_mean(row, figures)}")
-    mine, base = figures[claim.row], figures[claim.base]
-    if len(mine) != len(base) or not all(math.isfinite(one) and (claim.losses or one > 0) for one in (*mine, *base)):
-        what = "a figure is expected for every seed" if claim.losses else "a time above 0 is expected for every turn"
-        raise RunError(f"{file}: {claim.row} and {claim.base}: {what} of both")
-    if claim.losses:
-        return [one - two for one, two in zip(mine, base, strict=True)]
-    return [one / two - claim.limit for one, two in zip(mine, base, strict=True)]

@@ -41,6 +41,13 @@ def tune(settings: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest
     return Tune(settings, tmp_path / "out")
 
 
+def write(plan: Plan, out: Path) -> None:
+    write_plan(
+        out, settings=plan.settings(), routers=plan.routers, seeds=plan.seeds, command="", kernels={}, data="0",
+        tuned=plan.tuned,
+    )  # fmt: skip
+
+
 def test_choices_and_specs(settings: Callable[..., RunConfig]) -> None:
     assert choices(["learning_rate=5e-4..4e-3"]) == [
         (("learning_rate", value),) for value in ("0.0005", "0.001", "0.002", "0.004")
@@ -71,15 +78,9 @@ def test_choices_and_specs(settings: Callable[..., RunConfig]) -> None:
 
 
 def test_rows_of_the_comparison_keep_their_settings_and_their_curves(tune: Tune, tmp_path: Path) -> None:
-    def write(plan: Plan) -> None:
-        write_plan(
-            tmp_path / "out", settings=plan.settings(), routers=plan.routers, seeds=plan.seeds, command="", kernels={},
-            data="0", tuned=plan.tuned,
-        )  # fmt: skip
-
     plan = tune("smoe,xmoe", "router_lr_scale=4,8", "learning_rate=1e-3,2e-3")
     assert plan.routers == ("smoe:lr_scale=4", "xmoe:lr_scale=4")
-    write(replace(plan, routers=("dense", *plan.routers)))  # dense was trained without --tune
+    write(replace(plan, routers=("dense", *plan.routers)), tmp_path / "out")  # dense was trained without --tune
     curve = tmp_path / "out-tuning" / "tuning.json"
     before = curve.read_text()
     again = tune("smoe,dense,smoe:lr_scale=4", "router_lr_scale=4,8", "learning_rate=1e-3,2e-3")
@@ -118,11 +119,7 @@ def test_rows_that_may_become_the_same_are_refused_before_the_rounds(tune: Tune)
 
 
 def test_a_row_that_may_become_one_that_is_there_is_refused(tune: Tune, tmp_path: Path) -> None:
-    plan = Plan(tune.settings(), ("smoe:lr_scale=4",), (0,))
-    write_plan(
-        tmp_path / "out", settings=plan.settings(), routers=plan.routers, seeds=plan.seeds, command="", kernels={},
-        data="0", tuned={},
-    )  # fmt: skip
+    write(Plan(tune.settings(), ("smoe:lr_scale=4",), (0,)), tmp_path / "out")
     with pytest.raises(RunError, match="smoe:lr_scale=4 and smoe may both become smoe:lr_scale=4"):
         tune("smoe,smoe:lr_scale=4", "router_lr_scale=1,4")
 

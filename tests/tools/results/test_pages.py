@@ -117,7 +117,7 @@ def test_a_tuned_grid_shows_what_was_chosen(tmp_path: Path) -> None:
     grid = (pages / "tiny.md").read_text()
     assert "| `ahead` | 3 | learning_rate=0.001 | 2.000, 1.500 | learning_rate=0.002 (1.600) |" in grid
     assert "`ahead`: learning_rate=0.001 is at the edge of what was tried" in grid
-    assert "Seed 1000 (last round: to 1001), validation text, k = 2" in grid
+    assert "Seed 1000 (last round: 1000 to 1001), validation text, k = 2" in grid
 
 
 def test_commands_of_the_page_of_claims_are_understood() -> None:

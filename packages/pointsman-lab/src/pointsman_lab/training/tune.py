@@ -166,7 +166,7 @@ def _table(row: str, values: Mapping[str, Sequence[float]], best: str, steps: in
         [text, *(f"{abs(one):.4f}" for one in found), *[NONE] * (len(SHARES) - len(found)), "chosen" * (text == best)]
         for text, found in values.items()
     ]
-    first = f"{row}, seed {SEEDS[0]} (last: to {SEEDS[-1]})"
+    first = f"{row}, seed {SEEDS[0]} (last round: {SEEDS[0]} to {SEEDS[-1]})"
     header = [first, *(f"{max(1, steps // share)} steps" for share in SHARES), ""]
     return Grid(header, lines, labels=1).text() + edges(values, best)
 
