@@ -173,8 +173,7 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, at: Sorted, piece
     if piece.alone:
         columns = weight[piece.first].t()
         return torch.mm(rows, columns) if bias is None else torch.addmm(bias[piece.first], rows, columns)
-    experts = piece.end - piece.first
-    if rows.dtype == torch.float32 and 2 * experts <= len(rows) <= FEW * experts:
+    if rows.dtype == torch.float32 and len(rows) <= FEW * (piece.end - piece.first):
         output = _few_rows(rows, weight, at, piece)
     else:
         output = F.grouped_mm(rows, weight[piece.first : piece.end].mT, offs=piece.ends)
