@@ -88,7 +88,7 @@ class Tested:
             more, smallest, margin = self.judged.more_seeds, self.judged.smallest, self.judged.margin
             needs = f"needs {more:,} more" if more < 1000 else "needs over 1,000 more"
             sees = "would show equality within" if self.claim.expected == "equal" else "sees"
-            text += f": {sees} {smallest:.3f}; {needs} seeds for {margin:g}"
+            text += f": {sees} {smallest:.3f}; {needs} seed{'s' * (more != 1)} for {margin:g}"
         return text + self.otherwise
 
     @property
@@ -115,8 +115,9 @@ class Tested:
         """What is compared, or the command that would compare it, or why there is none."""
         claim = self.claim
         if claim.measure:
-            base_k = f" at k = {claim.base_k}" if claim.base_k else ""
-            return f"`{claim.grid}`: `{claim.row}` against `{claim.base}`{base_k}, {claim.measured.text}"
+            of = f" of `{claim.base_grid}`" if claim.base_grid else ""
+            of += f" at k = {claim.base_k}" if claim.base_k else ""
+            return f"`{claim.grid}`: `{claim.row}` against `{claim.base}`{of}, {claim.measured.text}"
         if claim.exam:
             return f"[exam](../exam/index.md), {claim.exam}: `{claim.row}` against `{claim.base}`"
         if claim.timings:
@@ -157,14 +158,17 @@ class Page:
         grids = {name: read_comparison(folder / name) for name in commands if (folder / name / COMPARISON).is_file()}
         cells = record() if any(one.exam for one in claims) else {}
         specs = {name: tuned_rows(folder / name) for name in grids}
-        claims = [tuned_claim(one, specs.get(one.grid, {})) for one in claims]
+        claims = [tuned_claim(one, specs) for one in claims]
         tested = [
             Tested(
                 one,
-                values_of(one, one.base, grids, cells) or values_in_file(one, folder),
+                values_of(one, one.base, grids, cells, one.base_grid) or values_in_file(one, folder),
                 values_of(one, one.control, grids, cells) if one.control else None,
                 unit_of(one, grids),
-                max(families[one.family].seeds, families.get(of_grid.get(one.grid, ""), Family()).seeds),
+                max(
+                    families.get(name, Family()).seeds
+                    for name in (one.family, of_grid.get(one.grid, ""), of_grid.get(one.base_grid, ""))
+                ),
                 primary=families[one.family].kind == "primary",
             )
             for one in claims

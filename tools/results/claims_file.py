@@ -23,6 +23,7 @@ It lies beside the grids. A grid is a comparison directory; a claim compares two
     base = "smoe-dropout"
     expected = "less"          # than the base's: "less" or "more"; "equal": within the margin
     margin = 0.01              # optional: a difference that counts as none; the default is the measure's
+    base_grid = "main-k2"      # optional: another grid, which has the base
     family = "decoder"         # optional: another than the grid's
     control = "frozen-scaled"  # optional: the same difference to this row
     base_k = 8                 # optional: k of base and control; the default is k
@@ -109,6 +110,7 @@ class Claim:
     base_k: int = 0
     row: str = ""
     base: str = ""
+    base_grid: str = ""
     expected: str = "less"
     control: str = ""
     attack: str = "word-enwik8-test"
@@ -148,8 +150,9 @@ def read_claims(file: Path) -> tuple[dict[str, list[str]], dict[str, Family], li
             raise RunError(f"{where}: expected={claim.expected!r}: allowed are less, more and equal")
         if claim.measure and claim.measure not in UNITS:
             raise RunError(f"{where}: unknown measure {claim.measure!r}: {did_you_mean(claim.measure, UNITS)}")
-        if claim.measure and claim.grid not in commands:
-            raise RunError(f"{where}: unknown grid {claim.grid!r}: {did_you_mean(claim.grid, commands)}")
+        for grid in (claim.grid, claim.base_grid or claim.grid) if claim.measure else ():
+            if grid not in commands:
+                raise RunError(f"{where}: unknown grid {grid!r}: {did_you_mean(grid, commands)}")
         if claim.losses and (not claim.family or claim.control):
             raise RunError(f"{where}: a claim about losses names its family, and has no control")
         if claim.exam and claim.exam not in TASKS:

@@ -23,15 +23,21 @@ def unit_of(claim: Claim, grids: Mapping[str, Comparison]) -> str:
     return "of the time" if claim.timings else "of the score" if claim.exam else "bits" if claim.losses else ""
 
 
-def values_of(claim: Claim, other: str, grids: Mapping[str, Comparison], cells: Cells) -> list[float]:
-    """The claim's row minus another row, one a seed that both have; none where either has not been run."""
+def values_of(
+    claim: Claim, other: str, grids: Mapping[str, Comparison], cells: Cells, grid: str = ""
+) -> list[float]:  # fmt: skip
+    """The claim's row minus another row, one a seed that both have; none where either has not been run.
+
+    Args:
+        grid: which has the other row; the default is the claim's.
+    """
     if claim.exam:
         return list(difference(cells, claim.exam, claim.row, other).values)
-    comparison = grids.get(claim.grid)
-    if not other or comparison is None or not claim.measure:
+    mine, theirs = grids.get(claim.grid), grids.get(grid or claim.grid)
+    if not other or mine is None or theirs is None or not claim.measure:
         return []
-    one = claim.measured.of(comparison, claim.row)
-    two = replace(claim.measured, k=claim.base_k or claim.k).of(comparison, other)
+    one = claim.measured.of(mine, claim.row)
+    two = replace(claim.measured, k=claim.base_k or claim.k).of(theirs, other)
     return [one[seed] - two[seed] for seed in sorted(one.keys() & two.keys())]
 
 
@@ -41,10 +47,11 @@ def tuned_rows(folder: Path) -> dict[str, str]:
     return {str(one["row"]): spec for spec, one in plan.get("tuned", {}).items() if "row" in one}
 
 
-def tuned_claim(claim: Claim, specs: Mapping[str, str]) -> Claim:
-    """The claim with the rows of its grid in place of those that were asked for."""
-    row, base, control = (specs.get(name, name) for name in (claim.row, claim.base, claim.control))
-    return replace(claim, row=row, base=base, control=control)
+def tuned_claim(claim: Claim, specs: Mapping[str, Mapping[str, str]]) -> Claim:
+    """The claim with the rows of its grids in place of those that were asked for: grid -> row -> spec."""
+    mine, theirs = specs.get(claim.grid, {}), specs.get(claim.base_grid or claim.grid, {})
+    row, control = (mine.get(name, name) for name in (claim.row, claim.control))
+    return replace(claim, row=row, base=theirs.get(claim.base, claim.base), control=control)
 
 
 def check_cost(claim: Claim, grid: Comparison | None) -> None:

@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from pointsman import MoE
+from pointsman._errors import RunError
 from pointsman.routers.frame.entries import BASELINES
 from pointsman_lab.cli.runs import run_config
 from tests.tools.results.test_claims import PAGE, claim, invented
@@ -105,6 +107,24 @@ def test_claims_find_the_rows_whose_rate_was_tuned(tmp_path: Path) -> None:
     [one] = Page.read(folder).tested
     assert (one.claim.row, one.verdict) == ("ahead", "holds")
     assert "smoe,asked,behind" in Page.read(folder).shown_commands("tiny")[0], "so that the command makes the grid"
+
+
+def test_a_claims_base_may_be_of_another_grid(tmp_path: Path) -> None:
+    folder = invented(tmp_path)
+    shutil.copytree(folder / "tiny", folder / "other")
+    file = folder / "other" / "comparison.json"
+    tuned = {"behind": {"row": "smoe", "learning_rate": "0.001"}}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tuned": tuned}))
+    grids = '[grids.other]\ncommand = "pointsman compare"\nfamily = "main"\n[families.main]\nseeds = 3\n'
+    (folder / CLAIMS).write_text(PAGE + grids + claim("ahead") + claim("ahead", base_grid="other"))
+    here, other = Page.read(folder).tested
+    assert other.test == "`tiny`: `ahead` against `behind` of `other`, quality, k = 1"
+    assert min(mine - its for mine, its in zip(here.values, other.values, strict=True)) > 0, "behind is worse than smoe"
+    (folder / CLAIMS).write_text(PAGE + grids.replace("= 3", "= 12") + claim("ahead", base_grid="other"))
+    assert Page.read(folder).tested[0].figure == "-", "nobody looks before all seeds of that grid are there"
+    (folder / CLAIMS).write_text(PAGE + claim("ahead", base_grid="othre"))
+    with pytest.raises(RunError, match="unknown grid 'othre'"):
+        Page.read(folder)
 
 
 def test_a_tuned_grid_shows_what_was_chosen(tmp_path: Path) -> None:
