@@ -51,6 +51,23 @@ def test_a_recorded_routing_is_replayed_on_a_stock_class(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "dbrx"])
+def test_an_inner_replay_leaves_the_outer_one(kind: str) -> None:
+    model = spread(zoo.tiny_model(kind))
+    with pointsman.record_routing(model) as records:
+        plain = run(model)
+    other = {name: (routing.chosen + 1) % routing.num_experts for name, routing in records.items()}
+    outer, inner = pointsman.replay_routing(model, other), pointsman.replay_routing(model, records)
+    for _ in range(2):
+        with outer:
+            around = run(model)
+            with inner:
+                torch.testing.assert_close(run(model), plain, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(run(model), around)
+            assert not torch.allclose(around, plain)
+        torch.testing.assert_close(run(model), plain)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "dbrx"])
 def test_a_replay_leaves_the_hooks_of_accelerate(kind: str) -> None:
     hooks = pytest.importorskip("accelerate.hooks")
     model, calls = spread(zoo.tiny_model(kind)), []

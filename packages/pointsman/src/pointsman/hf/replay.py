@@ -53,16 +53,17 @@ class GatePlace:
         self.gate, self.last = gate, gate.num_experts - 1
         chooses = gate.layout is None or gate.layout.write is not None
         self.module: Any = gate.module if chooses else gate.block  # DBRX's block chooses
-        self.before = self.module.__dict__.get("forward")  # accelerate's, with its hooks
+        self._before = list[dict[str, Any]]()  # accelerate's, with its hooks, or that of a replay around this one
 
     def replay(self, experts: Tensor | None) -> None:
-        self.module.__dict__.pop("forward", None)
-        if self.before is not None:
-            self.module.forward = self.before
+        if not self._before:
+            self._before.append({name: own for name, own in vars(self.module).items() if name == "forward"})
         if experts is None:
+            vars(self.module).pop("forward", None)
+            vars(self.module).update(self._before.pop())
             return
-        own, where = self.module.forward, f"replay_routing: layer {self.gate.layer!r}"
-        kind, checked = type(self.gate.module).__name__, self.module is self.gate.module
+        own = getattr(self.module.forward, "replaces", self.module.forward)
+        where, kind = f"replay_routing: layer {self.gate.layer!r}", type(self.gate.module).__name__
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             hidden: Tensor = args[0] if args else kwargs["hidden_states"]
@@ -71,10 +72,12 @@ class GatePlace:
                 raise ValueError(f"{where}: the replayed routing is of {len(experts)} tokens, the input of {tokens}")
             with _Choice(experts, self.gate.num_experts) as choice:
                 output = own(*args, **kwargs)
+            checked = self.module is self.gate.module
             if not choice.used or (checked and not self._took(output, experts.to(hidden.device))):
                 raise ValueError(f"{where}: {kind} does not choose by topk over its experts: it cannot be replayed")
             return output
 
+        forward.replaces = own  # type: ignore[attr-defined]
         self.module.forward = forward
 
     def _took(self, output: Any, experts: Tensor) -> bool:

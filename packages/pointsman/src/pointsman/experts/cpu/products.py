@@ -75,8 +75,9 @@ def forward(
             units.mul_(_mask(units, options, generator))
         if save:
             saved.append((up,) if gate is None else (up, gate))
-        results = _linear(units, p.w_out, p.b_out, at, piece)
-        output.index_add_(0, token, _times(results, weights[piece.rows]))
+        results, factor = _linear(units, p.w_out, p.b_out, at, piece), weights[piece.rows]
+        weighted = results.mul_(factor) if results.dtype == factor.dtype else results * factor
+        output.index_add_(0, token, weighted)
     return output.to(hidden.dtype), saved
 
 
@@ -228,7 +229,3 @@ def _bias_gradient(total: Tensor | None, gradient: Tensor, at: Sorted, piece: Pi
         total[piece.first] = one if piece.opens else total[piece.first] + one
     else:
         total[piece.first : piece.end].zero_().index_add_(0, at.expert[piece.rows] - piece.first, gradient)
-
-
-def _times(results: Tensor, factor: Tensor) -> Tensor:
-    return results.mul_(factor) if results.dtype == factor.dtype else results * factor
