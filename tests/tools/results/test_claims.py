@@ -351,6 +351,22 @@ def test_figures_of_shifted_images(folder: Path) -> None:
     assert Measure("mixed entropy").of(comparison, "ahead") == Measure("entropy").of(comparison, "ahead")
 
 
+@pytest.mark.parametrize("kind", ["c", "o", "pgd", "hard"])
+def test_shifted_images_of_a_strangers_file_without_figures(folder: Path, kind: str) -> None:
+    rows = [{"top_k": 1, "value": 7.0}, {"top_k": 1, "corruption": "fog", "value": None}]
+    record = {"kind": kind, "protocol": {"top_k": [1], "images": 0}, "results": rows, "clean": [{"top_k": 1}],
+              "routing": [{}]}  # fmt: skip
+    for seed in range(3):
+        for router in ("smoe", "ahead"):
+            file = folder / f"tiny/runs/{router}/seed-{seed}/robust-{kind}.json"
+            file.write_text(json.dumps(record))
+    [table] = robust_tables(read_comparison(folder / "tiny"))
+    assert "ahead" in table.csv()
+    file.write_text(json.dumps({**record, "results": [{"top_k": 1, "value": "high"}]}))
+    with pytest.raises(RunError, match=r"results.*value: a number"):
+        robust_tables(read_comparison(folder / "tiny"))
+
+
 def test_shifted_images_have_a_best_row_only_where_intervals_say_so(folder: Path) -> None:
     for router, aupr in (("ahead", 0.75), ("behind", 0.5)):
         for seed in range(3):

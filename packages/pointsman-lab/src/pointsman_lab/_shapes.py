@@ -44,13 +44,19 @@ DIAGNOSIS = {
     "history": [{"checkpoint!": str, "layers!": {"*": {"collapse": {"value": MAYBE}, "fluctuation": {"top1": MAYBE}}}}],
     "consistency": {"*": {"without_diagonal": MAYBE}},
 }
+SHIFTED = {
+    "top_k!": int, "corruption": str, "value": MAYBE, "calibration": {"*": MAYBE}, "layers": {"*": dict},
+}  # fmt: skip
 SHAPES: dict[str, Any] = {
     "config.json": {"model": dict, "seed": int, "steps": int | None, "preset": str | None, "data": str},
     "environment.json": {"packages": dict, "kernels": dict},
     "evaluation.json": EVALUATION,
     "evaluation-*.json": EVALUATION,
     "attacks-*.json": EVALUATION,
-    "robust-*.json": {"kind!": str, "protocol!": {"top_k!": [int]}, "results!": [{"top_k!": int}], "routing": [dict]},
+    "robust-*.json": {
+        "kind!": str, "protocol!": {"top_k!": [int], "images": int}, "results!": [SHIFTED], "clean": [SHIFTED],
+        "routing": [{"layers": {"*": dict}}], "base_rate": float,
+    },
     "comparison.json": {
         "settings!": {"model!": dict}, "routers!": [str], "seeds!": [int], "command": str, "kernels": dict, "data": str,
         "tuned": {"*": {"*": str}}, "nodes": {"*": [str]},

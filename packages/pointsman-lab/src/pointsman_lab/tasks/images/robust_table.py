@@ -131,7 +131,7 @@ def table_of(rows: Sequence[str], name: str, runs: Runs) -> RobustTable:
     grids = [_grid(kind, runs, routers, k) for k in values]
     words = "; ".join(f"{key.replace('_', ' ')}: {_plain(value)}" for key, value in first["protocol"].items())
     if kind == "o":
-        words += f"; outliers: {first['outlier_data']}; base rate {100 * first['base_rate']:.1f} %"
+        words += f"; outliers: {first.get('outlier_data')}; base rate {100 * first.get('base_rate', 0):.1f} %"
     return RobustTable(
         name, kind, grids, _by_corruption(runs, routers, values[0]) if kind == "c" else None, values[0], words
     )
@@ -151,7 +151,7 @@ def _field(name: str, part: str = "results") -> Figure:
 
 
 def _calibration(name: str) -> Figure:
-    return lambda record, k: next((row["calibration"][name] for row in _at(record, k, "clean")), None)
+    return lambda record, k: mean_of(row.get("calibration", {}).get(name) for row in _at(record, k, "clean")[:1])
 
 
 def _layers(name: str, part: str) -> Figure:
@@ -165,14 +165,15 @@ def _layers(name: str, part: str) -> Figure:
 
 
 def _mean(record: Record, k: int) -> float | None:
-    return mean_of(row["value"] for row in _at(record, k))
+    return mean_of(row.get("value") for row in _at(record, k))
 
 
 def errors(record: Record, k: int) -> dict[str, list[float]]:
     """Corruption -> error at each severity."""
     found: dict[str, list[float]] = {}
     for row in _at(record, k):
-        found.setdefault(row["corruption"], []).append(1 - row["value"])
+        if (value := finite(row.get("value"))) is not None:
+            found.setdefault(str(row.get("corruption")), []).append(1 - value)
     return found
 
 
@@ -265,7 +266,7 @@ def _ratio(record: Record, other: Record | None, k: int, *, rise: bool) -> float
 def _is_measured(error: float, clean: float, record: Record) -> bool:
     """Whether a rise of the error exceeds two standard errors of a difference of shares of so many images."""
     variance = error * (1 - error) + clean * (1 - clean)
-    return error - clean > 2 * math.sqrt(variance / record["protocol"]["images"])
+    return error - clean > 2 * math.sqrt(max(0.0, variance) / max(1, record["protocol"].get("images", 1)))
 
 
 def _shown(name: str, cell: Cell) -> str:
@@ -275,11 +276,11 @@ def _shown(name: str, cell: Cell) -> str:
 
 def _by_corruption(runs: Runs, routers: Sequence[str], k: int) -> Grid:
     """Routers x corruptions, accuracy, mean over severities and seeds."""
-    names = list(dict.fromkeys(row["corruption"] for record in runs.values() for row in record["results"]))
+    names = list(dict.fromkeys(str(row.get("corruption")) for record in runs.values() for row in record["results"]))
     rows = []
     for router in routers:
         found = [row for (own, _), record in runs.items() if own == router for row in _at(record, k)]
-        means = [mean_of(row["value"] for row in found if row["corruption"] == name) for name in names]
+        means = [mean_of(row.get("value") for row in found if str(row.get("corruption")) == name) for name in names]
         rows.append([router, *(NONE if mean is None else f"{100 * mean:.1f}" for mean in means)])
     header = [f"k={k}", *(name.replace("_", " ") for name in names)]
     return Grid(header, rows, caption="Accuracy (%) by corruption, mean over five severities and seeds")
