@@ -29,7 +29,7 @@ SEEDS = (1000, 1001, 1002)
 """The last round has all three, the others the first: its choices often differ by less than one choice's seeds do."""
 SHARES = (4, 2, 1)
 """A round trains for one part in so many of the steps. After the first the better half of a row's choices goes on,
-after the second the best two; the last has all steps, since fewer favour higher rates."""
+after the second at most four; the last has all steps, since fewer favour higher rates."""
 SHARED = {"data", "tokenizer", "pieces", "language_exponent", "start_from", "seed", "steps", "model.router"}
 """Settings that the rows of a comparison have in common, besides those that touch no weight."""
 ROUTER = "router_lr_scale"
@@ -139,7 +139,7 @@ def tuned(
                 curve[row][_text(choice)].append(fmean(_value(result, lower_is_better) for [result] in each))
         for row, of in left.items():
             best = sorted(of, key=lambda one: curve[row][_text(one)][-1])
-            left[row] = best[: (max(2, math.ceil(len(best) / 2)), 2, 1)[SHARES.index(share)]]
+            left[row] = best[: (max(2, math.ceil(len(best) / 2)), 4, 1)[SHARES.index(share)]]
     picked = {spec_of(row, of[0]): {"row": row, **dict(of[0])} for row, of in left.items()}
     if curve:
         kept = {row: values for row, values in told_before.items() if row in names}
