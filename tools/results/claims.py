@@ -30,21 +30,22 @@ EXPLAINED = """
 
 Made by `make results` from the records in `records/`; nothing here is typed by hand.
 
-Each line compares two rows of one grid, paired by seed: same data order, same initial weights in the parts that both
-have. Of a language model a seed changes the initial weights, not the order of the data. Difference: first row minus
-second, mean ± half of its own 95 % interval, not corrected. Variances are moderated over the claims of a measure (Smyth
-2004); p is corrected for the family: by Holm's method in a primary family, by Benjamini and Hochberg's in an
-exploratory one. *Equivalent*: two one-sided tests find the difference within the margin that is named. *Undecided*:
-neither; beside it stands the smallest difference that would have been seen with a power of 80 % (at Holm's first step),
-or of a claim of equality the smallest margin. A control is no claim, so it has a figure, with an interval of its own
-variance, and no verdict. The models are tiny: verdicts are about this size.
+Each line compares two rows, of one grid where no other is named, paired by seed: same data order, same initial weights
+in the parts that both have. Of a language model a seed changes the initial weights, not the order of the data.
+Difference: first row minus second, mean ± half of its own 95 % interval, not corrected. Variances are moderated over
+the claims of a measure (Smyth 2004); p is corrected for the family: by Holm's method in a primary family, by Benjamini
+and Hochberg's in an exploratory one. *Equivalent*: two one-sided tests find the difference within the margin that is
+named. *Undecided*: neither; beside it stands the smallest difference that would have been seen with a power of 80 % (at
+Holm's first step), or of a claim of equality the smallest margin, and how many more seeds would bring that to the 0.01
+(or other margin) that is named. A control is no claim, so it has a figure, with an interval of its own variance, and no
+verdict. The models are tiny: verdicts are about this size.
 
 Bold: verdicts of primary families, beside them that of a plain t-test, corrected likewise, where it is another. No
-interval holds what the choice of learning rates adds: it rests on one seed, or on three where the grid's page says so.
-Exploratory grids were looked at while their seeds came in, so their p-values are too small by an unknown amount, and
-their verdicts only suggest what to ask next. [The protocol](protocol.md) says what was fixed before the runs. A star
-marks a claim that entered when its records were there already. Each grid's page has its command; claims.toml in
-`records/` has all.
+interval holds what the choice of learning rates adds: it rests on one seed, or, where the grid's page says so, on one
+seed down to the settings of the last round and on three between these. Exploratory grids were looked at while their
+seeds came in, so their p-values are too small by an unknown amount, and their verdicts only suggest what to ask next.
+[The protocol](protocol.md) says what was fixed before the runs. A star marks a claim that entered when its records were
+there already. Each grid's page has its command; claims.toml in `records/` has all.
 """
 
 
@@ -80,7 +81,7 @@ class Tested:
 
     @property
     def verdict_text(self) -> str:
-        """The verdict with what it rests on, and that of a plain t-test where it differs."""
+        """The verdict with what it rests on, that of a plain t-test where it differs, and the claim's note."""
         text = self.marked
         if self.judged is not None and self.verdict == "equivalent":
             text += f" within {self.judged.margin:g}"
@@ -89,7 +90,7 @@ class Tested:
             needs = f"needs {more:,} more" if more < 1000 else "needs over 1,000 more"
             sees = "would show equality within" if self.claim.expected == "equal" else "sees"
             text += f": {sees} {smallest:.3f}; {needs} seed{'s' * (more != 1)} for {margin:g}"
-        return text + self.otherwise
+        return text + self.otherwise + (f"; {self.claim.note}" if self.claim.note and self.judged else "")
 
     @property
     def otherwise(self) -> str:
@@ -174,7 +175,7 @@ class Page:
             for one in claims
         ]
         for one in tested:
-            check_cost(one.claim, grids.get(one.claim.grid))
+            check_cost(one.claim, grids.get(one.claim.grid), grids.get(one.claim.base_grid or one.claim.grid))
         whole = {
             name: [f"{first} \\\n    {_options(grids.get(name), specs.get(name, {}))}--out GRID", *after]
             for name, (first, *after) in commands.items()

@@ -28,6 +28,7 @@ It lies beside the grids. A grid is a comparison directory; a claim compares two
     control = "frozen-scaled"  # optional: the same difference to this row
     base_k = 8                 # optional: k of base and control; the default is k
     question = "scale"         # optional: the question of the index that it answers
+    note = "at one rate"       # optional: stands after the verdict
 
     [[questions]]              # of the index, in order
     name = "scale"
@@ -125,6 +126,7 @@ class Claim:
     family: str = ""
     margin: float = 0.0
     question: str = ""
+    note: str = ""
 
     @property
     def equal_within(self) -> float:
@@ -153,6 +155,8 @@ def read_claims(file: Path) -> tuple[dict[str, list[str]], dict[str, Family], li
         for grid in (claim.grid, claim.base_grid or claim.grid) if claim.measure else ():
             if grid not in commands:
                 raise RunError(f"{where}: unknown grid {grid!r}: {did_you_mean(grid, commands)}")
+        if claim.base_grid and not claim.measure:
+            raise RunError(f"{where}: base_grid={claim.base_grid!r} needs a measure")
         if claim.losses and (not claim.family or claim.control):
             raise RunError(f"{where}: a claim about losses names its family, and has no control")
         if claim.exam and claim.exam not in TASKS:

@@ -36,6 +36,8 @@ def values_of(
     mine, theirs = grids.get(claim.grid), grids.get(grid or claim.grid)
     if not other or mine is None or theirs is None or not claim.measure:
         return []
+    if mine.settings != theirs.settings:
+        raise RunError(f"{CLAIMS}, {claim.claim!r}: {claim.grid} and {grid} have other settings: no pairs")
     one = claim.measured.of(mine, claim.row)
     two = replace(claim.measured, k=claim.base_k or claim.k).of(theirs, other)
     return [one[seed] - two[seed] for seed in sorted(one.keys() & two.keys())]
@@ -54,25 +56,31 @@ def tuned_claim(claim: Claim, specs: Mapping[str, Mapping[str, str]]) -> Claim:
     return replace(claim, row=row, base=theirs.get(claim.base, claim.base), control=control)
 
 
-def check_cost(claim: Claim, grid: Comparison | None) -> None:
+def check_cost(claim: Claim, grid: Comparison | None, other: Comparison | None) -> None:
     """Refuses a claim on what routing gains over a dense row that costs less, without a control that tells them apart.
 
     Such a control has been run, and is the row's own `+uniform`, or a dense row of its cost (within 2 %).
+
+    Args:
+        grid: which has the row and the control. other: which has the base.
     """
-    if grid is None or not claim.measure or {claim.row, claim.base} - {*grid.routers}:
+    if grid is None or other is None or not claim.measure:
+        return
+    if claim.row not in grid.routers or claim.base not in other.routers:
         return
     rows = {one.router: one for one in ComparisonTable.of(grid).rows}
-    row, base, control = rows[claim.row], rows[claim.base], rows.get(claim.control)
+    theirs = rows if other is grid else {one.router: one for one in ComparisonTable.of(other).rows}
+    row, base, control = rows[claim.row], theirs[claim.base], rows.get(claim.control)
     if row.router_parameters is None or base.router_parameters is not None or not (row.cost and base.cost):
         return
-    mine, theirs = row.cost["flops"], base.cost["flops"]
-    if theirs >= 0.98 * mine:
+    mine, least = row.cost["flops"], base.cost["flops"]
+    if least >= 0.98 * mine:
         return
     if control is not None and control.done:
         dense = control.router_parameters is None and abs(control.cost.get("flops", 0) / mine - 1) <= 0.02
         if dense or claim.control == f"{claim.row.partition('+')[0]}+uniform":
             return
-    told = f"{claim.base} costs {theirs / 1e6:.3g} MFLOP a token, {claim.row} {mine / 1e6:.3g}"
+    told = f"{claim.base} costs {least / 1e6:.3g} MFLOP a token, {claim.row} {mine / 1e6:.3g}"
     raise RunError(
         f"{CLAIMS}, {claim.claim!r}: {told}: name a control of {claim.grid} that has been run: {claim.row}+uniform, "
         "or dense-matched"

@@ -122,9 +122,22 @@ def test_a_claims_base_may_be_of_another_grid(tmp_path: Path) -> None:
     assert min(mine - its for mine, its in zip(here.values, other.values, strict=True)) > 0, "behind is worse than smoe"
     (folder / CLAIMS).write_text(PAGE + grids.replace("= 3", "= 12") + claim("ahead", base_grid="other"))
     assert Page.read(folder).tested[0].figure == "-", "nobody looks before all seeds of that grid are there"
-    (folder / CLAIMS).write_text(PAGE + claim("ahead", base_grid="othre"))
-    with pytest.raises(RunError, match="unknown grid 'othre'"):
-        Page.read(folder)
+    plan = json.loads(file.read_text())
+    file.write_text(json.dumps({**plan, "settings": {**plan["settings"], "steps": 7}}))
+    for wrong, message in (
+        (claim("ahead", base_grid="other"), "tiny and other have other settings: no pairs"),
+        (claim("ahead", base_grid="othre"), "unknown grid 'othre'"),
+        (claim("ahead", measure="", base_grid="other"), "base_grid='other' needs a measure"),
+    ):
+        (folder / CLAIMS).write_text(PAGE + grids + wrong)
+        with pytest.raises(RunError, match=message):
+            Page.read(folder)
+
+
+def test_a_note_stands_after_the_verdict(tmp_path: Path) -> None:
+    folder = invented(tmp_path)
+    (folder / CLAIMS).write_text(PAGE + claim("ahead", note="at one rate") + claim("none", note="at one rate"))
+    assert [one.verdict_text for one in Page.read(folder).tested] == ["holds; at one rate", "not run"]
 
 
 def test_a_tuned_grid_shows_what_was_chosen(tmp_path: Path) -> None:
