@@ -20,7 +20,15 @@ from pointsman_lab.report.cell import LEAST_SEEDS
 from pointsman_lab.runs.comparison import Comparison, read_comparison
 from pointsman_lab.runs.paths import COMPARISON
 from tools.results.claims_file import CLAIMS, Claim, Family, read_claims, read_toml
-from tools.results.evidence import check_cost, tuned_claim, tuned_rows, unit_of, values_in_file, values_of
+from tools.results.evidence import (
+    check_cost,
+    check_tuned,
+    tuned_claim,
+    tuned_rows,
+    unit_of,
+    values_in_file,
+    values_of,
+)
 from tools.results.inference import Judged, Prior, judge
 
 COMMANDS = ("pointsman ", "python ")
@@ -158,6 +166,8 @@ class Page:
         of_grid = {name: grid.get("family", "") for name, grid in read_toml(folder / CLAIMS).get("grids", {}).items()}
         grids = {name: read_comparison(folder / name) for name in commands if (folder / name / COMPARISON).is_file()}
         cells = record() if any(one.exam for one in claims) else {}
+        for grid in grids.values():
+            check_tuned(grid)
         specs = {name: tuned_rows(folder / name) for name in grids}
         claims = [tuned_claim(one, specs) for one in claims]
         tested = [

@@ -13,6 +13,8 @@ from pointsman_lab._shapes import check_shape
 from pointsman_lab.exam.scores import Cells, difference
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import Comparison, read_plan
+from pointsman_lab.runs.record import label
+from pointsman_lab.training.settings import flat
 from tools.results.claims_file import CLAIMS, Claim
 
 
@@ -47,6 +49,18 @@ def tuned_rows(folder: Path) -> dict[str, str]:
     """Row as it was asked for -> its spec in the grid, where `compare --tune` chose the router's own rate."""
     plan = read_plan(folder) or {}
     return {str(one["row"]): spec for spec, one in plan.get("tuned", {}).items() if "row" in one}
+
+
+def check_tuned(grid: Comparison) -> None:
+    """Refuses a run whose settings are not those that `compare --tune` chose for its row."""
+    for spec, chosen in (read_plan(grid.path) or {}).get("tuned", {}).items():
+        for run in grid.of(label(spec)):
+            found = flat(run.config)
+            for key, value in chosen.items():
+                was = found.get(key)
+                same = was == float(value) if isinstance(was, int | float) else str(was) == value
+                if key not in ("row", "router_lr_scale") and not same:
+                    raise RunError(f"{run.path}: {key} is {was}; {grid.path} chose {value} for {spec}")
 
 
 def tuned_claim(claim: Claim, specs: Mapping[str, Mapping[str, str]]) -> Claim:

@@ -107,6 +107,9 @@ def test_claims_find_the_rows_whose_rate_was_tuned(tmp_path: Path) -> None:
     [one] = Page.read(folder).tested
     assert (one.claim.row, one.verdict) == ("ahead", "holds")
     assert "smoe,asked,behind" in Page.read(folder).shown_commands("tiny")[0], "so that the command makes the grid"
+    file.write_text(json.dumps({**plan, "tuned": {"ahead": {"row": "asked", "learning_rate": "0.5"}}}))
+    with pytest.raises(RunError, match=r"seed-0: learning_rate is .*tiny chose 0.5 for ahead"):
+        Page.read(folder)
 
 
 def test_a_claims_base_may_be_of_another_grid(tmp_path: Path) -> None:
