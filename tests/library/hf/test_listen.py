@@ -67,6 +67,31 @@ def test_an_inner_replay_leaves_the_outer_one(kind: str) -> None:
         torch.testing.assert_close(run(model), plain)
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "dbrx", "pointsman"])
+def test_a_replay_inside_that_of_a_trace_goes_first_and_nothing_stays(kind: str, tmp_path: Path) -> None:
+    model = spread(zoo.tiny_model("mixtral" if kind == "pointsman" else kind))
+    if kind == "pointsman":
+        hf.replace_routers(model, "smoe:bias=false")
+    with pointsman.record_routing(model).save(tmp_path / "t.safetensors"):
+        run(model)
+    with pointsman.record_routing(model) as records:
+        plain = run(model)
+    other = {name: (routing.chosen + 1) % routing.num_experts for name, routing in records.items()}
+    with pointsman.replay_routing(model, other):
+        changed = run(model)
+    assert not torch.allclose(changed, plain)
+    trace = pointsman.traces.RoutingTrace.load(tmp_path / "t.safetensors")
+    for first in (False, True):
+        with hf.replay(model, trace):
+            if first:
+                torch.testing.assert_close(run(model), plain, rtol=1e-5, atol=1e-6)
+            with pointsman.replay_routing(model, other):
+                torch.testing.assert_close(run(model), changed)
+            torch.testing.assert_close(run(model), plain, rtol=1e-5, atol=1e-6)
+        model(input_ids=IDS[:, :4])
+        assert not any("forward" in vars(gate.module) or "forward" in vars(gate.block) for gate in find_gates(model))
+
+
 @pytest.mark.parametrize("kind", ["mixtral", "dbrx"])
 def test_a_replay_leaves_the_hooks_of_accelerate(kind: str) -> None:
     hooks = pytest.importorskip("accelerate.hooks")

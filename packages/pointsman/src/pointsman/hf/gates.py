@@ -247,16 +247,17 @@ def call_gate(gate: Gate) -> Any:
     routed = hasattr(module, "pointsman_form")
     width = gate.num_experts if routed else gate.dim
     hidden = torch.zeros(PROBE_TOKENS, width, device=tensor.device, dtype=tensor.dtype)
-    call = partial(module.own_class.forward, module) if routed else module.forward
+    call = partial(module.own_class.forward, module) if routed else getattr(module.forward, "replaces", module.forward)
     return call(hidden[None] if gate.form.sequence else hidden, *gate.arguments(PROBE_TOKENS))
 
 
 def run_gate(module: nn.Module, hidden: Tensor, arguments: list[Tensor]) -> tuple[Any, bool]:
     """The output for hidden [N, dim] (or as one sequence, if the class wants it so), and whether it was that."""
     problem: Exception | None = None
+    forward = getattr(module.forward, "replaces", module.forward)  # its own where a replay is active
     for sequence in (False, True):
         try:
-            output = module.forward(hidden[None].clone() if sequence else hidden.clone(), *arguments)  # without hooks
+            output = forward(hidden[None].clone() if sequence else hidden.clone(), *arguments)  # without hooks
         except Exception as error:  # any error means that the class does not accept this shape
             problem = error
             continue

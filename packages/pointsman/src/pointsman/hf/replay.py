@@ -21,10 +21,7 @@ from pointsman.traces.trace import hash_of
 
 
 class _Choice(TorchFunctionMode):
-    """Inside, `topk` of [tokens, E] (or [B, T, E]) returns these experts [tokens, k], and their values.
-
-    Tokens whose experts are `MISSING` keep their own.
-    """
+    """Inside, `topk` over E scores returns these experts [tokens, k], and their values; `MISSING` ones stay its own."""
 
     def __init__(self, experts: Tensor, num_experts: int) -> None:
         super().__init__()
@@ -47,33 +44,32 @@ class _Choice(TorchFunctionMode):
 class GatePlace:
     """One gate whose class's choice can be replaced."""
 
-    first = 0
-
     def __init__(self, gate: Gate) -> None:
-        self.gate, self.last = gate, gate.num_experts - 1
+        self.gate, self.first, self.last = gate, 0, gate.num_experts - 1
         chooses = gate.layout is None or gate.layout.write is not None
         self.module: Any = gate.module if chooses else gate.block  # DBRX's block chooses
+        self.experts: Any = None
         self._before = list[dict[str, Any]]()  # accelerate's, with its hooks, or that of a replay around this one
 
     def replay(self, experts: Tensor | None) -> None:
-        if not self._before:
-            self._before.append({name: own for name, own in vars(self.module).items() if name == "forward"})
+        self.experts = experts
         if experts is None:
             vars(self.module).pop("forward", None)
             vars(self.module).update(self._before.pop())
+        if experts is None or self._before:
             return
+        self._before.append({name: own for name, own in vars(self.module).items() if name == "forward"})
         own = getattr(self.module.forward, "replaces", self.module.forward)
         where, kind = f"replay_routing: layer {self.gate.layer!r}", type(self.gate.module).__name__
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-            tokens = hidden.numel() // hidden.shape[-1]
+            experts, tokens = self.experts, hidden.numel() // hidden.shape[-1]
             if tokens != len(experts):
                 raise ValueError(f"{where}: the replayed routing is of {len(experts)} tokens, the input of {tokens}")
             with _Choice(experts, self.gate.num_experts) as choice:
                 output = own(*args, **kwargs)
-            checked = self.module is self.gate.module
-            if not choice.used or (checked and not self._took(output, experts.to(hidden.device))):
+            if not choice.used or (self.module is self.gate.module and not self._took(output, experts)):
                 raise ValueError(f"{where}: {kind} does not choose by topk over its experts: it cannot be replayed")
             return output
 
@@ -82,7 +78,7 @@ class GatePlace:
 
     def _took(self, output: Any, experts: Tensor) -> bool:
         known = (experts != MISSING).all(-1)
-        found = self.gate.routed(output)[2].reshape(len(experts), -1).long()
+        found = self.gate.routed(output)[2].reshape(len(experts), -1).to(experts)
         return torch.equal(found[known].sort(-1).values, experts[known].sort(-1).values)
 
 
@@ -162,6 +158,8 @@ def replay(model: nn.Module, trace: RoutingTrace, *, missing: Literal["refuse", 
             first = torch.arange(experts.shape[1])[None]
             of_model[name].replay(torch.cat([first, experts])[order])
 
+    for name, experts in recorded.items():  # those of each forward follow
+        of_model[name].replay(experts)
     handle = model.register_forward_pre_hook(hook, with_kwargs=True)
     try:
         yield

@@ -169,7 +169,7 @@ def _mean(record: Record, k: int) -> float | None:
 
 
 def errors(record: Record, k: int) -> dict[str, list[float]]:
-    """Corruption -> error at each severity."""
+    """Corruption -> error at each severity that has one."""
     found: dict[str, list[float]] = {}
     for row in _at(record, k):
         if (value := finite(row.get("value"))) is not None:
@@ -258,7 +258,9 @@ def _ratio(record: Record, other: Record | None, k: int, *, rise: bool) -> float
     errs, theirs = errors(record, k), errors(other, k)
     if record.get("imagenet_c"):
         theirs, begin = {name: [error] for name, error in ALEXNET.items()}, 1 - ALEXNET_CLEAN
-    elif rise and not all(_is_measured(statistics.fmean(of), 1 - begin, other) for of in theirs.values()):
+    elif any(len(of) != len(errs.get(name, ())) for name, of in theirs.items()) or (
+        rise and not all(_is_measured(statistics.fmean(of), 1 - begin, other) for of in theirs.values())
+    ):
         return None
     return corruption_error(errs, theirs, *((1 - start, 1 - begin) if rise else ()))
 
@@ -276,11 +278,12 @@ def _shown(name: str, cell: Cell) -> str:
 
 def _by_corruption(runs: Runs, routers: Sequence[str], k: int) -> Grid:
     """Routers x corruptions, accuracy, mean over severities and seeds."""
-    names = list(dict.fromkeys(str(row.get("corruption")) for record in runs.values() for row in record["results"]))
+    every = [row for record in runs.values() for row in record["results"] if "corruption" in row]
+    names = list(dict.fromkeys(str(row["corruption"]) for row in every))
     rows = []
     for router in routers:
         found = [row for (own, _), record in runs.items() if own == router for row in _at(record, k)]
-        means = [mean_of(row.get("value") for row in found if str(row.get("corruption")) == name) for name in names]
+        means = [mean_of(row.get("value") for row in found if row.get("corruption") == name) for name in names]
         rows.append([router, *(NONE if mean is None else f"{100 * mean:.1f}" for mean in means)])
     header = [f"k={k}", *(name.replace("_", " ") for name in names)]
     return Grid(header, rows, caption="Accuracy (%) by corruption, mean over five severities and seeds")
