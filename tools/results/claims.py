@@ -52,8 +52,9 @@ Bold: verdicts of primary families, beside them that of a plain t-test, correcte
 interval holds what the choice of learning rates adds: it rests on one seed, or, where the grid's page says so, on one
 seed down to the settings of the last round and on three between these. Exploratory grids were looked at while their
 seeds came in, so their p-values are too small by an unknown amount, and their verdicts only suggest what to ask next.
-[The protocol](protocol.md) says what was fixed before the runs. A star marks a claim that entered when its records were
-there already. Each grid's page has its command; claims.toml in `records/` has all.
+[The protocol](protocol.md) says what was fixed before the runs. A note after a verdict has its figures in the section
+Rates. A star marks a claim that entered when its records were there already. Each grid's page has its command;
+claims.toml in `records/` has all.
 """
 
 

@@ -52,13 +52,13 @@ def tuned_rows(folder: Path) -> dict[str, str]:
 
 
 def check_tuned(grid: Comparison) -> None:
-    """Refuses a run whose settings are not those that `compare --tune` chose for its row."""
+    """Refuses a run in which a number is not the one that `compare --tune` chose for its row."""
     for spec, chosen in (read_plan(grid.path) or {}).get("tuned", {}).items():
         for run in grid.of(label(spec)):
             found = flat(run.config)
             for key, value in chosen.items():
                 was = found.get(key)
-                if isinstance(was, float) and was != float(value):
+                if type(was) in (int, float) and was != float(value):
                     raise RunError(f"{run.path}: {key} is {was}; {grid.path} chose {value} for {spec}")
 
 

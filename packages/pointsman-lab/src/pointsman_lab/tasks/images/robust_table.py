@@ -173,7 +173,7 @@ def errors(record: Record, k: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for row in _at(record, k):
         if (value := finite(row.get("value"))) is not None:
-            found.setdefault(str(row.get("corruption")), []).append(1 - value)
+            found.setdefault(row.get("corruption", ""), []).append(1 - value)
     return found
 
 
@@ -278,8 +278,8 @@ def _shown(name: str, cell: Cell) -> str:
 
 def _by_corruption(runs: Runs, routers: Sequence[str], k: int) -> Grid:
     """Routers x corruptions, accuracy, mean over severities and seeds."""
-    every = [row for record in runs.values() for row in record["results"] if "corruption" in row]
-    names = list(dict.fromkeys(str(row["corruption"]) for row in every))
+    every = (row for record in runs.values() for row in record["results"])
+    names = list(dict.fromkeys(row["corruption"] for row in every if "corruption" in row))
     rows = []
     for router in routers:
         found = [row for (own, _), record in runs.items() if own == router for row in _at(record, k)]
