@@ -24,8 +24,7 @@ from pointsman_lab.exam import exam
 from pointsman_lab.exam.card import Card
 from pointsman_lab.exam.cell import is_whole
 from pointsman_lab.exam.exam import PLAN, RECORD, Plan, collect, examine, read_record, written_record
-from pointsman_lab.exam.registry import QUICK, TASKS, tasks
-from pointsman_lab.exam.scores import Cells, accept, difference, mean_of_runs
+from pointsman_lab.exam.scores import QUICK, TASKS, Cells, accept, difference, mean_of_runs, tasks
 from pointsman_lab.exam.student import ROWS
 from pointsman_lab.report.cell import metric
 from pointsman_lab.report.results import tidy

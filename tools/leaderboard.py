@@ -29,9 +29,8 @@ from pointsman_lab.exam.cell import VERSION
 from pointsman_lab.exam.entry import SHAPE as EXAM_SHAPE
 from pointsman_lab.exam.entry import consistent
 from pointsman_lab.exam.exam import record
-from pointsman_lab.exam.registry import QUICK, TASKS
 from pointsman_lab.exam.run import run as examined
-from pointsman_lab.exam.scores import scores
+from pointsman_lab.exam.scores import QUICK, TASKS, scores
 from pointsman_lab.models.config import build_model
 from pointsman_lab.models.cost import inference_flops
 from pointsman_lab.report.cell import Cell, squared_variation

@@ -12,7 +12,7 @@ import pytest
 
 from pointsman_lab.finetuning import Finetuning
 from pointsman_lab.registry import entries, preset_config
-from pointsman_lab.tasks.crosslingual.splits import load_xtreme
+from pointsman_lab.tasks.crosslingual.data import load_xtreme
 from pointsman_lab.testing import Example, check_task
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.trainer import train

@@ -25,8 +25,8 @@ from pointsman_lab.cli.main import main
 from pointsman_lab.finetuning.run import finetune
 from pointsman_lab.finetuning.settings import Finetuning
 from pointsman_lab.models.encoder import EncoderConfig
+from pointsman_lab.tasks.crosslingual.data import load_xtreme
 from pointsman_lab.tasks.crosslingual.scores import score_answers
-from pointsman_lab.tasks.crosslingual.splits import load_xtreme
 from pointsman_lab.tasks.images.vit import VisionTransformerConfig
 from pointsman_lab.tasks.translation.model import TranslationConfig
 from pointsman_lab.training.config import RunConfig

@@ -73,7 +73,7 @@ from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._files import read_text
 from pointsman_lab._shapes import check_shape
 from pointsman_lab._values import typed_fields
-from pointsman_lab.exam.registry import TASKS
+from pointsman_lab.exam.scores import TASKS
 from pointsman_lab.report.cell import LEAST_SEEDS
 from tools.results.inference import CORRECTIONS
 from tools.results.measures import MARGINS, UNITS, Measure

@@ -20,9 +20,8 @@ from pointsman_lab.exam import cell as cells_module
 from pointsman_lab.exam.card import Card, write_card
 from pointsman_lab.exam.cell import chosen, fill, read_cell, variants
 from pointsman_lab.exam.exam import ALWAYS, Plan, collect, examine, written_record
-from pointsman_lab.exam.registry import QUICK, TASKS, tasks
 from pointsman_lab.exam.run import adjusted_mutual_information, rate_at, run
-from pointsman_lab.exam.scores import accept, difference, scores
+from pointsman_lab.exam.scores import QUICK, TASKS, accept, difference, scores, tasks
 from pointsman_lab.exam.sequences import Sources, language_bytes
 from pointsman_lab.exam.student import Student
 from pointsman_lab.exam.task import BLOCK, Task, applied

@@ -12,8 +12,8 @@ from pointsman_lab.cli.main import main
 from pointsman_lab.finetuning import Finetuning, finetune
 from pointsman_lab.progress import Quiet
 from pointsman_lab.recipes import preset
-from pointsman_lab.tasks.attacks.attacks import Attack
-from pointsman_lab.tasks.attacks.runs import run_under_attack
+from pointsman_lab.tasks.attacks.attacks import run_under_attack
+from pointsman_lab.tasks.attacks.table import Attack
 from pointsman_lab.training.compare import Plan, compare
 from pointsman_lab.training.run import load_run
 
@@ -100,7 +100,7 @@ def test_a_comparison_under_attack(comparison: Path, tmp_path: Path, capsys: pyt
 def test_the_routing_changes_in_the_precision_of_the_run(comparison: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = load_run(comparison / "runs/smoe/seed-0")
     run = replace(run, config=run.config.with_overrides({"precision": "bfloat16"}))
-    monkeypatch.setattr("pointsman_lab.tasks.attacks.runs.evaluate", lambda *_, **__: [])
+    monkeypatch.setattr("pointsman_lab.tasks.attacks.attacks.evaluate", lambda *_, **__: [])
     seen: set[bool] = set()
     for _, router in named_routers(run.model):
         router.register_forward_hook(lambda *_: seen.add(torch.is_autocast_enabled("cpu")))

@@ -29,9 +29,9 @@ from pointsman_lab.finetuning.run import load_finetuned
 from pointsman_lab.progress import Quiet
 from pointsman_lab.report.summary import summary
 from pointsman_lab.runs.record import read_metrics
+from pointsman_lab.tasks.crosslingual.data import load_xtreme
 from pointsman_lab.tasks.crosslingual.evaluation import answer, features
 from pointsman_lab.tasks.crosslingual.formats import Question
-from pointsman_lab.tasks.crosslingual.splits import load_xtreme
 from pointsman_lab.tasks.crosslingual.xtreme import UPOS
 from pointsman_lab.training.run import load_run
 from pointsman_lab.training.state import Interrupted

@@ -22,11 +22,10 @@ from pointsman_lab.data.pieces import Pieces, train_pieces
 from pointsman_lab.finetuning import Finetuning, finetune
 from pointsman_lab.models.encoder import EncoderConfig
 from pointsman_lab.runs.directory import RunDirectory
+from pointsman_lab.tasks.crosslingual.data import floors, groups_of, load_xtreme
 from pointsman_lab.tasks.crosslingual.evaluation import answer, features
-from pointsman_lab.tasks.crosslingual.floors import floors
 from pointsman_lab.tasks.crosslingual.formats import Pair, Question, Tagged
 from pointsman_lab.tasks.crosslingual.scores import mean_error, resampled, score
-from pointsman_lab.tasks.crosslingual.splits import groups_of, load_xtreme
 from pointsman_lab.tasks.crosslingual.task import CrossLingual, TokenClassifier, submission
 from pointsman_lab.tasks.crosslingual.xtreme import PANX_TAGS
 from pointsman_lab.training.config import RunConfig

@@ -12,7 +12,7 @@ import pytest
 from pointsman._errors import RunError
 from pointsman_lab.cli.main import main
 from pointsman_lab.report.paper import paper_tables
-from pointsman_lab.tasks.crosslingual.splits import load_xtreme
+from pointsman_lab.tasks.crosslingual.data import load_xtreme
 from pointsman_lab.tasks.crosslingual.xtreme import load_task
 from tests.tasks.crosslingual.fixtures import sentence
 

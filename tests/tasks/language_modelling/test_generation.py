@@ -65,7 +65,7 @@ def test_the_command_draws_words_of_the_vocabulary_at_any_k(
     shape = DecoderConfig(vocab_size=4000, router=router, allow_non_causal=True, init_std=0.5, **SHAPE)  # type: ignore[arg-type]
     config, words = RunConfig(model=shape, precision="float32"), Vocabulary("word", ["<unk>", "a", "b"])
     loaded = Run(Path("run"), config, 1, Decoder(shape).eval(), words, Kernels())
-    monkeypatch.setattr("pointsman_lab.training.run.load_run", lambda *_, **__: loaded)
+    monkeypatch.setattr("pointsman_lab.tasks.language_modelling.generation.load_run", lambda *_, **__: loaded)
     assert main(["generate", "run", "--prompt", "a b", "--tokens", "9", "--device", "cpu"]) == 0
     assert len(capsys.readouterr().out.split()) == 11
     assert bool(drawn(loaded.model, [[1]]).max() > 2)

@@ -19,8 +19,8 @@ from pointsman.diagnostics.observe import evaluating
 from pointsman.hf.gates import Gate, find_gates, survey
 from pointsman.hf.top_k import gate_top_k
 from pointsman_lab._grid import markdown_table, wrapped
+from pointsman_lab.checkpoints.audit.analyses import loads
 from pointsman_lab.checkpoints.audit.blocks import PARTS, mapped
-from pointsman_lab.checkpoints.audit.prunings import loads
 from pointsman_lab.checkpoints.audit.result import beats_random
 from pointsman_lab.checkpoints.audit.run import finite
 from pointsman_lab.checkpoints.audit.serving import MACHINES, serving

@@ -68,7 +68,7 @@ def plan_of(values: argparse.Namespace) -> Plan:
     """What the flags ask for."""
     from pointsman.routers.frame.registry import list_mixers, list_routers
     from pointsman_lab.exam.exam import ALWAYS, Plan
-    from pointsman_lab.exam.registry import QUICK, tasks
+    from pointsman_lab.exam.scores import QUICK, tasks
     from pointsman_lab.runs.imports import import_named
 
     imports = list(values.imports)

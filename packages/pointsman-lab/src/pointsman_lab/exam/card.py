@@ -11,8 +11,7 @@ from typing import Any
 from pointsman_lab._files import write_whole
 from pointsman_lab._grid import NONE, Grid
 from pointsman_lab._values import printable
-from pointsman_lab.exam.registry import TASKS
-from pointsman_lab.exam.scores import Cells, mean_of_runs, regret, scores, values
+from pointsman_lab.exam.scores import TASKS, Cells, mean_of_runs, regret, scores, values
 from pointsman_lab.exam.student import ROWS
 from pointsman_lab.report.cell import LEAST_SEEDS, Paired
 from pointsman_lab.report.forms import Forms, fill

@@ -11,7 +11,7 @@ from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._shapes import SHAPES
 from pointsman_lab.exam.cell import VERSION, chosen, is_whole
 from pointsman_lab.exam.exam import collect, plan_in
-from pointsman_lab.exam.registry import TASKS
+from pointsman_lab.exam.scores import TASKS
 from pointsman_lab.runs.entry import FORMAT, signed, sources_of
 
 CELL = {"tried!": [[str | float | int | None]], "chosen!": {"spec!": str, "rate!": float},

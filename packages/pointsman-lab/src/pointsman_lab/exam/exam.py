@@ -15,7 +15,7 @@ from pointsman._errors import RunError, Stopped
 from pointsman.routers.frame.registry import parse_spec
 from pointsman_lab._files import alone, checksum, parse_json, read_json, write_whole
 from pointsman_lab.exam.cell import VERSION, count, fill, is_whole, read_cell
-from pointsman_lab.exam.registry import TASKS
+from pointsman_lab.exam.scores import TASKS
 from pointsman_lab.progress import Progress, Stop, check_stop
 from pointsman_lab.runs.compact import rounded
 from pointsman_lab.runs.imports import import_named

@@ -1,16 +1,20 @@
-"""Scores: (plain - row) / (plain - oracle), seed by seed; and the rule by which a task stays in the exam."""
+"""The tasks by name, their scores by seed, (plain - row) / (plain - oracle), and the rule by which a task stays."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import combinations
 from typing import Any
 
+from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._values import finite
-from pointsman_lab.exam.registry import TASKS
+from pointsman_lab.data.catalog import data_folder
+from pointsman_lab.exam import clusters, parts, sequences
 from pointsman_lab.exam.student import ROWS
+from pointsman_lab.exam.task import Task
 from pointsman_lab.report.cell import Paired
 
 Cells = Mapping[tuple[str, str], Mapping[str, Any]]
@@ -21,6 +25,46 @@ APART = 10
 """How many times further from the floor `plain` must stay."""
 LEAST_SEEDS = 8
 _SEED = re.compile("0|[1-9][0-9]{0,8}")
+
+TASKS: dict[str, Task] = {
+    one.name: one
+    for one in (
+        clusters.Clusters(),
+        clusters.Many(),
+        parts.Fine(),
+        clusters.Zipf(),
+        clusters.Norms(),
+        clusters.Collapse(),
+        sequences.Neighbours(),
+        sequences.NeighboursCausal(),
+        clusters.Outliers(),
+        parts.Amount(),
+        parts.AnyK(),
+        clusters.Nothing(),
+        clusters.Drift(),
+        sequences.Ids(),
+        clusters.Freeze(),
+        sequences.Sources(),
+        sequences.SourcesSwitching(),
+        clusters.Teacher(),
+        sequences.Languages(),
+    )
+}
+QUICK = ("clusters", "zipf", "norms", "neighbours")
+
+
+def tasks(names: list[str] | None) -> list[Task]:
+    """The named tasks, or all whose data is here; ValueError names the nearest."""
+    for name in names or ():
+        if name not in TASKS:
+            raise ValueError(f"unknown task {name!r}: {did_you_mean(name, TASKS)}")
+    return [TASKS[name] for name in names or TASKS if names or _has_data(TASKS[name])]
+
+
+def _has_data(task: Task) -> bool:
+    with suppress(RunError):
+        return task.name != "languages" or bool(data_folder() and task.world(0))
+    return False
 
 
 def values(cells: Cells, task: str, row: str) -> dict[int, float]:

@@ -41,7 +41,7 @@ class Attacks(TaskEntry):
             raise RunError("pointsman evaluate: --set has no effect on attacks; leave it out")
         if (values.run / "finetune.json").is_file():
             raise RunError(f"--attack: {values.run} is a fine-tuned run; allowed are language models")
-        from pointsman_lab.tasks.attacks.runs import run_attacks
+        from pointsman_lab.tasks.attacks.attacks import run_attacks
 
         return run_attacks(values, device)
 

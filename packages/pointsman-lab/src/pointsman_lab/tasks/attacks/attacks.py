@@ -1,52 +1,50 @@
-"""The word attack: chosen words become "AAA"; deterministic, at an exact rate.
+"""Attacked texts, and `evaluate --attack`: saved runs on clean and attacked texts at every k, and how routing moves.
 
-It works on token ids in the run's vocabulary. At byte and character level each symbol is encoded on its own, so that
-replacing ids equals replacing text before encoding. At word level a word is a token.
+Chosen words become "AAA", deterministically and at an exact rate, as token ids in the run's vocabulary. At byte and
+character level each symbol is encoded on its own, so that replacing ids equals replacing text before encoding. At word
+level a word is a token.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError
+from pointsman.control import named_routers, set_top_k
+from pointsman.diagnostics.observe import evaluating
+from pointsman.diagnostics.statistics import Fluctuation
+from pointsman.ops.kernels import using
+from pointsman.recording import record_routing
+from pointsman.routing import Routing
+from pointsman_lab._files import read_whole_json, write_whole
+from pointsman_lab.cli.progress import Display, stop_on_signals
+from pointsman_lab.data.catalog import Level
+from pointsman_lab.data.streams import EvalStream
 from pointsman_lab.data.vocabulary import END_OF_LINE, UNKNOWN, IdArray, Vocabulary
+from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, map_routing
+from pointsman_lab.models.transformer_xl import TransformerXL
+from pointsman_lab.progress import Progress, Stop
+from pointsman_lab.runs.compact import write_record
+from pointsman_lab.runs.comparison import Comparison, read_comparison, read_plan
+from pointsman_lab.runs.paths import slug
+from pointsman_lab.runs.record import RunRecord
+from pointsman_lab.tasks.attacks.table import Attack, AttackTable, attack_tables
+from pointsman_lab.tasks.language_modelling.task import EvalProtocol, corpus_of, eval_protocol, evaluate
+from pointsman_lab.training.run import Run, runs_at
 
-RATES = (0.01, 0.025, 0.05, 0.1)
-"""Rates of a sweep. The papers give no rate; 2.5 % fits their perplexities best (our inference)."""
-
-
-@dataclass(frozen=True)
-class Attack:
-    """An attack on a text: each chosen word becomes `word`.
-
-    Attributes:
-        rate: share of words, rounded to a whole number over all texts.
-        seed: of the choice. A higher rate attacks a superset of the words of a lower rate.
-        word: the replacement.
-    """
-
-    rate: float
-    seed: int = 0
-    word: str = "AAA"
-
-    def __post_init__(self) -> None:
-        if isinstance(self.rate, bool) or not (math.isfinite(self.rate) and 0 <= self.rate <= 1):
-            raise RunError(f"attack rate {self.rate}: allowed are numbers from 0 to 1")
-        if not self.word or self.word.split() != [self.word]:
-            raise RunError(f"attack word {self.word!r}: allowed is one word without white space")
-
-    def to_dict(self) -> dict[str, Any]:
-        """The attack's entry in results."""
-        return {"kind": "word", **asdict(self)}
-
-    def __str__(self) -> str:
-        return f"{100 * self.rate:.3g} % of the words become {self.word}"
+FORMAT = 1
+ROUTING_TOP_K = 2
+ROUTING_TOKENS = 512
+ROUTING_TEXTS = 64
 
 
 @dataclass(frozen=True)
@@ -108,3 +106,155 @@ def _character(symbol: int | str) -> str:
     if symbol in (UNKNOWN, END_OF_LINE):
         return "?"
     return (chr(symbol) if symbol < 128 else "?") if isinstance(symbol, int) else str(symbol)
+
+
+def run_attacks(values: argparse.Namespace, device: str) -> int:
+    """Evaluates a run or every run of a comparison on clean and attacked texts; prints and saves.
+
+    A run of a comparison whose file has all that is asked for is left alone.
+    """
+    attacks = [Attack(rate, values.attack_seed) for rate in values.attack_rate]
+    single, name = read_plan(values.run) is None, ""
+    with Display() as display, stop_on_signals() as stop:
+        for run in runs_at(values.run, device, display.note):
+            name, asked, attacked = _asked(run, values, attacks)
+            file = (values.out if single and values.out else run.path) / f"{name}.json"
+            if single or (read_whole_json(file) or {}).get("asked") != asked:
+                record = attacked(watch=display, stop=stop, data_progress=display.data)
+                write_whole(file, json.dumps(record if single else {**record, "asked": asked}, indent=2) + "\n")
+    if single:
+        read = RunRecord(values.run, run.config.model.router, run.config.seed, {})
+        one = Comparison(values.run, {}, [read.router], [read.seed], {(read.router, read.seed): read})
+        print(AttackTable.of(one, file.stem, [(read, record)]).text())
+        print(f"saved: {file}", file=sys.stderr)
+        return 0
+    wanted = name.replace("attacks-", "attack-", 1)
+    [table] = [one for one in attack_tables(read_comparison(values.run)) if one.name == wanted]
+    saved = table.write(values.out or values.run)
+    write_record(values.run)
+    print(table.text())
+    print(f"saved: {saved[0]}", file=sys.stderr)
+    return 0
+
+
+def _asked(
+    run: Run, values: argparse.Namespace, attacks: Sequence[Attack]
+) -> tuple[str, dict[str, Any], Callable[..., dict[str, Any]]]:
+    """The name of a run's file, what it answers, and what makes it."""
+    corpus, split = corpus_of(run, values.data), values.split or "test"
+    tokens = run.config.eval_tokens if values.eval_tokens is None else values.eval_tokens
+    tokens = None if tokens == "all" else tokens
+    asked = {
+        "attacks": [attack.to_dict() for attack in attacks], "top_k": list(values.top_k or run.config.eval_top_k),
+        "checkpoint": f"step-{run.step}", "data": values.data or run.config.data, "split": split,
+        "fingerprint": corpus.fingerprint, "protocol": eval_protocol(run.config, tokens).to_dict(),
+    }  # fmt: skip
+
+    def attacked(**how: Any) -> dict[str, Any]:
+        return run_under_attack(run, attacks, data=values.data, split=split, top_k=values.top_k, tokens=tokens, **how)
+
+    return f"attacks-{values.attack}-{slug(corpus.name)}-{split}", asked, attacked
+
+
+def attack_part(
+    tokens: IdArray, vocabulary: Vocabulary, protocol: EvalProtocol, attack: Attack
+) -> tuple[list[IdArray], Attacked]:
+    """The texts that an evaluation reads, clean and attacked: an attack's rate refers to exactly these texts."""
+    stream = EvalStream(tokens, protocol.batch_size, protocol.segment_length, budget=protocol.tokens)
+    return stream.texts, attack_texts(stream.texts, vocabulary, attack)
+
+
+def evaluate_attack(
+    model: TransformerXL, attacked: Attacked, level: Level, attack: Attack, how: EvaluationContext = PLAIN, **asked: Any
+) -> list[dict[str, Any]]:
+    """Evaluates a language model on attacked texts (`attack_part`), at every k; `asked`: arguments of `evaluate`.
+
+    Returns:
+        The results of `evaluate`, each with "attack": {"kind", "rate", "seed", "word", "chosen", "candidates"}.
+    """
+    how = replace(how, name=f"attack {attack.rate:g}")
+    about = {**attack.to_dict(), "chosen": attacked.chosen, "candidates": attacked.candidates}
+    return [{**one, "attack": dict(about)} for one in evaluate(model, attacked.rows, level, how=how, **asked)]
+
+
+@torch.no_grad()
+def change_under_attack(
+    model: TransformerXL, clean: Sequence[IdArray], attacked: Attacked, *, top_k: int
+) -> dict[str, Any]:
+    """Routing fluctuation between clean and attacked texts, over the tokens that the attack did not change.
+
+    Each text is read on its own, without memory: the first 64 texts, up to 512 tokens of each.
+
+    Returns:
+        {"top_k", "texts", "layers": {layer: result of `Fluctuation`}}; no layers for a model without routers.
+    """
+    layers = {name: Fluctuation() for name, _ in named_routers(model)}
+    texts = min(ROUTING_TEXTS, len(clean))
+    if not layers:
+        return {"top_k": top_k, "texts": texts, "layers": {}}
+    with evaluating(model, 0), set_top_k(model, top_k):
+        for index in range(texts):
+            before, after = (row[:ROUTING_TOKENS] for row in (clean[index], attacked.rows[index]))
+            sources = attacked.sources[index][: len(after)]
+            places = np.flatnonzero((sources >= 0) & (sources < len(before)))
+            if not len(places):
+                continue
+            one, two = _routings(model, before), _routings(model, after)
+            for name, fluctuation in layers.items():
+                fluctuation.update(_rows(one[name], sources[places]), _rows(two[name], places))
+    results = {name: fluctuation.result() for name, fluctuation in layers.items()}
+    return {"top_k": top_k, "texts": texts, "layers": results}
+
+
+def _routings(model: TransformerXL, row: IdArray) -> dict[str, Routing]:
+    ids = torch.from_numpy(row.astype(np.int64))[None].to(next(model.parameters()).device)
+    with record_routing(model) as records:
+        model.encode(ids)
+    return records
+
+
+def _rows(routing: Routing, places: Any) -> Routing:
+    index = torch.as_tensor(places, device=routing.experts.device)
+    return map_routing(routing, lambda tensor: tensor[index])
+
+
+def run_under_attack(
+    run: Run,
+    attacks: Sequence[Attack],
+    *,
+    data: str | None = None,
+    split: str = "test",
+    top_k: Sequence[int] | None = None,
+    tokens: int | None = None,
+    watch: Progress | None = None,
+    stop: Stop | None = None,
+    data_progress: Callable[[str, int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Evaluates a language model on clean texts and under each attack; attacked tokens count as targets.
+
+    Returns:
+        {"format", "name", "checkpoint", "protocol", "results", "routing"}: `results` are those of `evaluate`, then
+        for each attack those of `evaluate_attack`; `routing` is `change_under_attack` at k = 2 for each attack.
+    """
+    corpus = corpus_of(run, data, data_progress)
+    text, protocol = corpus.split(split), eval_protocol(run.config, tokens)
+    values = run.config.eval_top_k if top_k is None else tuple(top_k)
+    asked: dict[str, Any] = {"split": split, "top_k": values, "protocol": protocol}
+    asked["how"] = EvaluationContext(run.autocast(), watch, stop)
+    level, routing = run.vocabulary.level, []
+    with using(run.kernels):
+        results = evaluate(run.model, text, level, **asked)
+        for attack in attacks:
+            clean, attacked = attack_part(text, run.vocabulary, protocol, attack)
+            results += evaluate_attack(run.model, attacked, level, attack, **asked)
+            if run.sparse:
+                k = min(ROUTING_TOP_K, run.config.model.num_experts)
+                with run.autocast():
+                    change = change_under_attack(run.model, clean, attacked, top_k=k)
+                routing.append({"attack": attack.to_dict(), **change})
+    about = {**protocol.to_dict(), "data": corpus.description, "fingerprint": corpus.fingerprint}
+    about["attacked_targets"] = "count"
+    return {
+        "format": FORMAT, "name": slug(corpus.name), "checkpoint": f"step-{run.step}", "protocol": about,
+        "results": results, "routing": routing,
+    }  # fmt: skip

@@ -1,4 +1,4 @@
-"""A comparison under attack: clean figures, figures at every attack rate, and the change of the routing.
+"""An attack, and a comparison under it: clean figures, figures at every attack rate, and the change of the routing.
 
 Attacked tokens count as targets. Records of earlier versions have figures without them, which are passed over.
 """
@@ -6,11 +6,13 @@ Attacked tokens count as targets. Records of earlier versions have figures witho
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+from pointsman._errors import RunError
 from pointsman_lab._files import parse_json
 from pointsman_lab._grid import NONE, Grid
 from pointsman_lab._values import finite
@@ -19,9 +21,6 @@ from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.record import RunRecord, read_object
 
-if TYPE_CHECKING:
-    from pointsman_lab.tasks.attacks.attacks import Attack
-
 Row = Mapping[str, Any]
 Pick = Callable[[Row], Row | None]
 
@@ -29,6 +28,34 @@ ROUTING = (
     "Routing under attack: share of the tokens outside the attack whose first expert changed, at k = 2, mean over "
     "layers and seeds."
 )
+
+
+@dataclass(frozen=True)
+class Attack:
+    """An attack on a text: each chosen word becomes `word`.
+
+    Attributes:
+        rate: share of words, rounded to a whole number over all texts.
+        seed: of the choice. A higher rate attacks a superset of the words of a lower rate.
+        word: the replacement.
+    """
+
+    rate: float
+    seed: int = 0
+    word: str = "AAA"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rate, bool) or not (math.isfinite(self.rate) and 0 <= self.rate <= 1):
+            raise RunError(f"attack rate {self.rate}: allowed are numbers from 0 to 1")
+        if not self.word or self.word.split() != [self.word]:
+            raise RunError(f"attack word {self.word!r}: allowed is one word without white space")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The attack's entry in results."""
+        return {"kind": "word", **asdict(self)}
+
+    def __str__(self) -> str:
+        return f"{100 * self.rate:.3g} % of the words become {self.word}"
 
 
 @dataclass(frozen=True)
@@ -146,8 +173,6 @@ def attack_tables(comparison: Comparison) -> list[AttackTable]:
 
 def _attacks(rows: Sequence[Mapping[str, Any]]) -> list[Attack]:
     """The attacks of these results, by rate."""
-    from pointsman_lab.tasks.attacks.attacks import Attack
-
     seen = {
         json.dumps({key: row["attack"][key] for key in ("rate", "seed", "word")}): None
         for row in rows

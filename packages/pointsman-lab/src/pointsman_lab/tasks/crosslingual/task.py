@@ -18,11 +18,10 @@ from pointsman_lab.finetuning.settings import Defaults, Finetuning
 from pointsman_lab.finetuning.task import FineTuning
 from pointsman_lab.models.classifier import Classifier, Pooling
 from pointsman_lab.models.config import ModelConfig
+from pointsman_lab.tasks.crosslingual.data import XtremeData, floors, groups_of, load_xtreme, original
 from pointsman_lab.tasks.crosslingual.evaluation import Features, TestPart, features, nats_of, predicted, table
-from pointsman_lab.tasks.crosslingual.floors import floors
 from pointsman_lab.tasks.crosslingual.formats import Question, Tagged
 from pointsman_lab.tasks.crosslingual.scores import Prediction, Score, best_floor, metric_of, score
-from pointsman_lab.tasks.crosslingual.splits import XtremeData, groups_of, load_xtreme, original
 from pointsman_lab.tasks.crosslingual.xtreme import XTREME, Item
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.objectives import Objective, class_loss, logits_alone, objective_of

@@ -131,16 +131,25 @@ class LanguageModelling(TaskEntry):
             told = "subwords: V pieces learned on the data, or a Hugging Face tokenizer (default: the data's own unit)"
             flags.add_argument("--tokenizer", metavar="pieces:V|PATH", help=told)
         elif command == "generate":
-            from pointsman_lab.tasks.language_modelling.generate import add_flags
+            from pointsman_lab.cli.options import number_from, whole
 
-            add_flags(flags)
+            add = flags.add_argument
+            add("--prompt", action="append", metavar="TEXT", help="what to continue (may be repeated)")
+            add("--top-k", type=whole(1), metavar="K", help="experts a token (default: the last of training)")
+            add("--tokens", type=whole(1), default=200, metavar="N", help="how many (default: 200)")
+            add("--greedy", action="store_true", help="always the likeliest token")
+            told = "logits are divided by it; 0 is greedy (default: 1)"
+            add("--temperature", type=number_from(0, 100), default=1.0, metavar="T", help=told)
+            told = "draw among the likeliest tokens that reach P together (default: 1, all)"
+            add("--top-p", type=number_from(0, 1), default=1.0, metavar="P", help=told)
+            add("--seed", type=whole(0), default=0, metavar="S", help="default: 0")
 
     def run(self, command: str, flags: Any, values: Any, device: str) -> int | None:
         if command != "generate":
             return None
-        from pointsman_lab.tasks.language_modelling.generate import generate
+        from pointsman_lab.tasks.language_modelling.generation import run_generate
 
-        return generate(flags, values, device)
+        return run_generate(flags, values, device)
 
     def recipes(self) -> Mapping[str, Any]:
         from pointsman_lab.tasks.language_modelling.recipes import RECIPES

@@ -1,10 +1,13 @@
-"""Text from a language model, token by token with its memory as the cache, for several prompts at once, at any k.
+"""Text from a language model, token by token with its memory as the cache, at any k; `pointsman generate`.
 
 Shapes: B prompts, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +17,15 @@ import torch
 from torch import Tensor
 
 from pointsman._errors import RunError
+from pointsman.control import set_top_k
+from pointsman.ops.kernels import using
+from pointsman.routers.frame.registry import has_one_k
+from pointsman_lab._files import write_whole
+from pointsman_lab._values import printable
+from pointsman_lab.cli.options import Parser
 from pointsman_lab.data.vocabulary import IdArray, Vocabulary
+from pointsman_lab.models.stack import LanguageModel
+from pointsman_lab.training.run import load_run
 
 HELD = 8  # ids that wait for the rest of their character, at most
 WINDOW = 64  # ids that are decoded together
@@ -121,3 +132,51 @@ class TextStream:
             self._ids = self._ids[-HELD:]
             self._shown = self._vocabulary.decode(self._ids)
         return new
+
+
+def run_generate(flags: Parser, values: argparse.Namespace, device: str) -> int | None:
+    """`pointsman generate` with a language model; None: the run is of another family."""
+    if not values.prompt:
+        raise RunError(f"{flags.prog}: --prompt is missing: the text to continue")
+    if values.greedy:
+        flags.without_effect(values, ("--temperature", "--top-p", "--seed"), "with --greedy")
+    loaded = load_run(values.run, device=device, note=lambda message: print(printable(message), file=sys.stderr))
+    if not isinstance(loaded.model, LanguageModel):
+        return None
+    temperature = 0.0 if values.greedy else values.temperature
+    Sampling(temperature, values.top_p)  # refuses what cannot be drawn, before anything is printed
+    encoded = [loaded.vocabulary.encode_compact(prompt) for prompt in values.prompt]
+    if missed := sum(count for _, count in encoded):
+        print(f"{missed} {loaded.vocabulary.level}s of the prompt are unknown to the model", file=sys.stderr)
+    check_prompts([ids for ids, _ in encoded], loaded.context)  # before anything is printed
+    if loaded.sparse:
+        if values.top_k or not has_one_k(loaded.config.model.router):
+            set_top_k(loaded.model, values.top_k or loaded.last_top_k)
+    elif values.top_k:
+        raise RunError(f"{flags.prog}: --top-k {values.top_k}: the model has no sparse layer")
+    texts = []
+    with using(loaded.kernels), loaded.autocast():
+        for row, (prompt, (ids, _)) in enumerate(zip(values.prompt, encoded, strict=True)):
+            drawn = Sampling(temperature, values.top_p, values.seed + row)
+            how = {"tokens": values.tokens, "context": loaded.context, "sampling": drawn}
+            texts.append(_shown(loaded.model, loaded.vocabulary, prompt, ids, **how))
+    if values.out:
+        rows = [{"prompt": one, "text": text} for one, text in zip(values.prompt, texts, strict=True)]
+        write_whole(values.out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return 0
+
+
+def _shown(model: Any, vocabulary: Any, prompt: str, ids: Any, **how: Any) -> str:
+    """Generates, prints on the way, and returns what was added to the prompt."""
+    added, end = "", vocabulary.end_id
+    stream = TextStream(vocabulary, ids)
+    print(printable(prompt), end="", flush=True)
+    for drawn in generate(model, [ids], words=vocabulary.size, **how):
+        if (token := int(drawn[0])) == end:
+            break
+        text = stream.push(token)
+        print(printable(text), end="", flush=True)
+        added += text
+    rest = stream.flush()
+    print(printable(rest), flush=True)
+    return added + rest
