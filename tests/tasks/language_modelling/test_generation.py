@@ -14,9 +14,9 @@ from pointsman_lab.models.decoder import Decoder, DecoderConfig
 from pointsman_lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 from pointsman_lab.tasks.language_modelling.generation import (
     Sampling,
-    TextStream,
     check_prompts,
     generate,
+    text_of,
 )
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.run import Run
@@ -74,18 +74,13 @@ def test_the_command_draws_words_of_the_vocabulary_at_any_k(
 def test_text_appears_when_its_character_is_complete() -> None:
     text = "naïve ☃ text " * 20
     vocabulary = Vocabulary.of_bytes(text.encode())
-    stream, shown = TextStream(vocabulary), []
-    for token in vocabulary.encode(text):
-        shown.append(stream.push(int(token)))
-    assert "".join(shown) + stream.flush() == text
+    shown = list(text_of(vocabulary, [], map(int, vocabulary.encode(text))))
+    assert "".join(shown) == text
     assert "\ufffd" not in "".join(shown)
     assert shown[2:4] == ["", "ï"]
     words = Vocabulary("word", ["<unk>", "<eos>", "a", "b"])
-    stream = TextStream(words, [2, 3])
-    assert [stream.push(token) for token in (2, 1, 3)] == [" a", "\n", "b"]
-    broken = TextStream(vocabulary)
-    assert broken.push(int(vocabulary.encode("☃")[0])) == ""
-    assert broken.flush() == "\ufffd"
+    assert list(text_of(words, [2, 3], [2, 1, 3])) == [" a", "\n", "b", ""]
+    assert list(text_of(vocabulary, [], [int(vocabulary.encode("☃")[0])])) == ["", "\ufffd"]
 
 
 def test_mistakes_are_one_line() -> None:

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,6 @@ from pointsman_lab.cli.options import Parser
 from pointsman_lab.data.vocabulary import IdArray, Vocabulary
 from pointsman_lab.models.stack import LanguageModel
 from pointsman_lab.training.run import load_run
-
-HELD = 8  # ids that wait for the rest of their character, at most
-WINDOW = 64  # ids that are decoded together
 
 
 @dataclass(frozen=True)
@@ -104,34 +102,16 @@ def generate(
         read = drawn[:, None]
 
 
-class TextStream:
-    """Turns ids into text as they come: a character appears when its last id is there."""
-
-    def __init__(self, vocabulary: Vocabulary, before: Iterable[int] = ()) -> None:
-        self._vocabulary = vocabulary
-        self._ids = [int(one) for one in before][-HELD:]
-        self._shown = vocabulary.decode(self._ids)
-        self._held = 0
-
-    def push(self, token: int) -> str:
-        """The text that this id adds; "" where a character is not complete."""
-        self._ids.append(token)
-        self._held += 1
-        text = self._vocabulary.decode(self._ids)
-        if text.endswith("\ufffd") and self._held < HELD:
-            return ""
-        return self._show(text)
-
-    def flush(self) -> str:
-        """What is left of an incomplete character."""
-        return self._show(self._vocabulary.decode(self._ids))
-
-    def _show(self, text: str) -> str:
-        new, self._shown, self._held = text[len(self._shown) :], text, 0
-        if len(self._ids) > WINDOW:
-            self._ids = self._ids[-HELD:]
-            self._shown = self._vocabulary.decode(self._ids)
-        return new
+def text_of(vocabulary: Vocabulary, prompt: Iterable[int], tokens: Iterable[int]) -> Iterator[str]:
+    """The text that each token adds: "" until a character is complete; then what is left of an incomplete one."""
+    ids = [int(one) for one in prompt]
+    shown = len(vocabulary.decode(ids))
+    for token in tokens:
+        ids.append(token)
+        text = vocabulary.decode(ids).rstrip("\ufffd")
+        yield text[shown:]
+        shown = max(shown, len(text))
+    yield vocabulary.decode(ids)[shown:]
 
 
 def run_generate(flags: Parser, values: argparse.Namespace, device: str) -> int | None:
@@ -168,15 +148,11 @@ def run_generate(flags: Parser, values: argparse.Namespace, device: str) -> int 
 
 def _shown(model: Any, vocabulary: Any, prompt: str, ids: Any, **how: Any) -> str:
     """Generates, prints on the way, and returns what was added to the prompt."""
-    added, end = "", vocabulary.end_id
-    stream = TextStream(vocabulary, ids)
+    drawn = (int(one[0]) for one in generate(model, [ids], words=vocabulary.size, **how))
     print(printable(prompt), end="", flush=True)
-    for drawn in generate(model, [ids], words=vocabulary.size, **how):
-        if (token := int(drawn[0])) == end:
-            break
-        text = stream.push(token)
+    added = ""
+    for text in text_of(vocabulary, ids, takewhile(lambda token: token != vocabulary.end_id, drawn)):
         print(printable(text), end="", flush=True)
         added += text
-    rest = stream.flush()
-    print(printable(rest), flush=True)
-    return added + rest
+    print()
+    return added
