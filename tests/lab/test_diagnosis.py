@@ -73,7 +73,7 @@ def test_the_figures_are_those_of_the_evaluation(runs):
     path = run_path(runs, "smoe", 0)
     run = load_run(path)
     corpus = corpus_of(run)
-    with using(run.kernels):
+    with using(run.config.kernels):
         evaluated = evaluate(
             run.model, corpus.split("test"), run.vocabulary.level, split="test", top_k=(2,),
             protocol=eval_protocol(run.config, 500),

@@ -35,7 +35,6 @@ from pointsman_lab.recipes import preset
 from pointsman_lab.registry import preset_config
 from pointsman_lab.tasks.language_modelling.generation import Sampling, generate
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.kernels import choose_kernels
 from pointsman_lab.training.optimizer import build_adam, trainable
 from tools.bench.turns import Call, drawn, page, table
 
@@ -109,7 +108,7 @@ def training(rounds: int) -> list[Grid]:
         return stepping(model, torch.optim.Adam(model.parameters(), lr=1e-3, fused=True), loss)
 
     peers = {f"Mixtral, {name}": step(mixtral(config.model, name), ours=False) for name in ("grouped_mm", "eager")}
-    with using(choose_kernels(config, None)):
+    with using(config.kernels):
         calls = {"pointsman": step(build_model(config.model), ours=True), **peers}
         count = config.batch_size * config.segment_length
         return [table("training step of tiny-decoder", calls, rounds, count, "tokens", list(peers))]
@@ -141,7 +140,7 @@ def generation(rounds: int) -> list[Grid]:
         "pointsman": own, "Mixtral, generate": by_generate, "Mixtral, bare loop": bare,
     }  # fmt: skip
     grids = []
-    with using(choose_kernels(config, None)):
+    with using(config.kernels):
         for batch in (1, 16):
             prompts = torch.randint(205, (batch, PROMPT), generator=torch.Generator().manual_seed(2))
             calls: dict[str, Call] = {name: partial(way, prompts) for name, way in ways.items()}
@@ -183,7 +182,7 @@ def encoder(rounds: int) -> list[Grid]:
         return peer(inputs, labels=labels).loss  # type: ignore[no-any-return]
 
     adam = torch.optim.AdamW(peer.parameters(), lr=1e-3, weight_decay=0.01)
-    with using(choose_kernels(config, None)):
+    with using(config.kernels):
         calls = {"XLM-R": stepping(peer, adam, loss), **{router: ours(router) for router in MASKED_ROUTERS}}
         return [table("masked language modelling, tiny-mlm", calls, rounds, shape[0] * shape[1], "tokens", ["XLM-R"])]
 

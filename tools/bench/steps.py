@@ -12,7 +12,7 @@ from pointsman.ops.kernels import using
 from pointsman_lab.data.corpus import open_corpus
 from pointsman_lab.recipes import preset
 from pointsman_lab.tasks.language_modelling.task import LanguageModelling
-from pointsman_lab.training.kernels import choose_kernels
+from pointsman_lab.training.kernels import check_kernels
 from pointsman_lab.training.state import TrainingState
 
 SETTINGS = {"preset": "small", "router": "hyperrouter", "data": "stdlib"}
@@ -33,7 +33,8 @@ class Steps:
         self.device = torch.device(device)
         task = LanguageModelling(corpus)
         self.state = TrainingState(task.prepared(config), task, self.device)
-        self.kernels = choose_kernels(config, None, self.device)
+        check_kernels(config, self.device)
+        self.kernels = config.kernels
         with using(self.kernels):
             for _ in range(FIRST):
                 self.state.train_step()

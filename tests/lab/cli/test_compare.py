@@ -156,7 +156,7 @@ def test_interrupted_it_goes_on_where_it_was(text: Path, tmp_path: Path) -> None
     run = [sys.executable, "-m", "pointsman_lab"]
     subprocess.run([*run, *words], env=environment, check=True, capture_output=True)
     whole.mkdir()
-    shutil.copy(broken / "comparison.json", whole)  # with the kernels, which a new comparison would time anew
+    shutil.copy(broken / "comparison.json", whole)
     words[words.index(str(broken))] = str(whole)
     words[words.index("2", words.index("--steps"))] = "1"  # jobs
     subprocess.run([*run, *words], env=environment, check=True, capture_output=True)
@@ -182,7 +182,7 @@ def test_an_export_loads_as_one(text: Path, tmp_path: Path) -> None:
     assert safetensors.torch.load_model(model, plain / "model.safetensors") == (set(), [])
     tokens = torch.arange(12).view(1, 12)
     saved = load_run(run)
-    with torch.no_grad(), using(saved.kernels):
+    with torch.no_grad(), using(saved.config.kernels):
         assert torch.equal(model(tokens).logits, saved.model(tokens).logits)
 
 

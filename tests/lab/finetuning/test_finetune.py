@@ -65,6 +65,8 @@ def test_the_papers_settings_are_the_defaults(task: str) -> None:
     assert (config.weight_decay, config.betas) == (0.0, (0.9, 0.999))
     assert Finetuning(task, epochs=1.5).config(pretrained, loaded, 0).steps == 15
     assert Finetuning(task, train_top_k="2").config(pretrained, loaded, 0).top_k_schedule(5) == 2
+    ours = pretrained.with_overrides({"gpu_kernels": "triton"})
+    assert Finetuning(task).config(ours, loaded, 0).gpu_kernels == "triton"
 
 
 def test_from_the_command_line_to_accuracies_at_every_k(

@@ -14,18 +14,12 @@ from pointsman_lab.runs.checkpoints import open_checkpoint, prune, remove_leftov
 from pointsman_lab.runs.compact import RECORD, read_record
 from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.kernels import recorded_kernels
 
 READERS: dict[str, Callable[[Path], object]] = {
     "vocabulary.json": lambda folder: RunDirectory(folder).vocabulary(),
     "config.json": lambda folder: RunDirectory(folder).config(RunConfig),
     RECORD: lambda folder: list(read_record(folder)),
 }
-
-
-def test_recorded_kernels_that_are_none_are_refused_with_their_file() -> None:
-    with pytest.raises(RunError, match=r"cmp/comparison.json: its kernels .* did you mean 'path'"):
-        recorded_kernels({"pathh": "x"}, Path("cmp/comparison.json"))
 
 
 def test_a_number_beyond_every_float_is_not_finite() -> None:

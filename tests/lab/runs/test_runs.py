@@ -68,9 +68,7 @@ def test_a_comparison_directory_is_found_again(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="neither a run directory"):
         read_comparison(tmp_path)
     router = "xmoe:tau0=0.07|smoe"
-    write_plan(
-        tmp_path, settings={"model": {}}, routers=["smoe", router], seeds=[0, 1], command="x y", kernels={}, data="abc"
-    )
+    write_plan(tmp_path, settings={"model": {}}, routers=["smoe", router], seeds=[0, 1], command="x y", data="abc")
     folder = run_path(tmp_path, router, 1)
     assert folder == tmp_path / "runs" / "xmoe,tau0=0.07~smoe" / "seed-1"
     assert finetuned_path(folder, "sst2", 0) == folder / "finetune" / "sst2" / "seed-0"

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from pointsman._errors import RunError
-from pointsman.ops.kernels import Kernels
 from pointsman_lab._files import alone
 from pointsman_lab.data.corpus import Corpus
 from pointsman_lab.models.transformer_xl import TransformerXL
@@ -215,7 +214,7 @@ def test_a_run_resumes_from_the_last_good_one_to_the_same_end(
             return self.steps >= 7
 
     def run(name: str, **options: Any) -> None:
-        train(settings(router), tmp_path / name, task=LanguageModelling(corpus), kernels=Kernels(), **options)
+        train(settings(router), tmp_path / name, task=LanguageModelling(corpus), **options)
 
     run("unbroken")
     stop = Stop()
@@ -240,7 +239,7 @@ def test_a_run_resumes_from_the_last_good_one_to_the_same_end(
 def test_weights_of_another_model_are_passed_over(settings: Settings, corpus: Corpus, tmp_path: Path) -> None:
     narrow = settings(**{"model.hidden_dim": 16})
     for name, config in (("wide", settings()), ("narrow", narrow)):
-        train(config, tmp_path / name, task=LanguageModelling(corpus), kernels=Kernels())
+        train(config, tmp_path / name, task=LanguageModelling(corpus))
     shutil.rmtree(tmp_path / "wide" / "checkpoints")
     shutil.copytree(tmp_path / "narrow" / "checkpoints", tmp_path / "wide" / "checkpoints")
     notes: list[str] = []
@@ -253,9 +252,7 @@ def test_weights_of_another_model_are_passed_over(settings: Settings, corpus: Co
         def note(self, message: str) -> None:
             notes.append(message)
 
-    result = train(
-        settings(), tmp_path / "wide", task=LanguageModelling(corpus), kernels=Kernels(), resume=True, progress=Notes()
-    )
+    result = train(settings(), tmp_path / "wide", task=LanguageModelling(corpus), resume=True, progress=Notes())
     assert result.step == 8
     assert all("foreign" in note for note in notes[:3])
     assert "is [4, 16, 32], this model's [4, 32, 32]" in notes[0]

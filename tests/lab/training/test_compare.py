@@ -15,9 +15,7 @@ from pointsman_lab.training.config import RunConfig
 
 def test_a_comparison_of_an_earlier_version_goes_on(settings: Callable[..., RunConfig], tmp_path: Path) -> None:
     plan = Plan(settings(), ("smoe",), (0, 1))
-    write_plan(
-        tmp_path, settings=plan.settings(), routers=plan.routers, seeds=plan.seeds, command="", kernels={}, data="0"
-    )
+    write_plan(tmp_path, settings=plan.settings(), routers=plan.routers, seeds=plan.seeds, command="", data="0")
     values = json.loads((tmp_path / COMPARISON).read_text())
     assert "top_k" not in values["settings"]["model"]
     values["settings"]["model"]["top_k"] = 2  # was a setting of its own
@@ -39,7 +37,7 @@ def test_the_command_of_a_tuned_comparison_names_the_rows_as_asked(
     told = "pointsman compare --routers smoe --tune router_lr_scale=1,4"
     plan = Plan(settings(), ("smoe:lr_scale=4", "dense"), (0,), told, {"smoe:lr_scale=4": {"row": "smoe"}})
     write_plan(
-        tmp_path, settings=plan.settings(), routers=plan.routers, seeds=plan.seeds, command=told, kernels={}, data="0",
+        tmp_path, settings=plan.settings(), routers=plan.routers, seeds=plan.seeds, command=told, data="0",
         tuned=plan.tuned,
     )  # fmt: skip
     assert merged(plan, tmp_path).command == "pointsman compare --routers smoe,dense --tune router_lr_scale=1,4"

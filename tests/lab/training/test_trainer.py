@@ -22,7 +22,7 @@ from torch import Tensor
 from pointsman._errors import RunError
 from pointsman.control import named_routers
 from pointsman.diagnostics.monitor import RoutingMonitor
-from pointsman.ops.kernels import Kernels, using
+from pointsman.ops.kernels import using
 from pointsman_lab.data.corpus import Corpus
 from pointsman_lab.evaluation.passes import PLAIN
 from pointsman_lab.runs.checkpoints import open_checkpoint, steps_of
@@ -35,7 +35,6 @@ from pointsman_lab.training.state import Diverged, Interrupted
 from pointsman_lab.training.trainer import TrainResult, train
 
 Settings = Callable[..., RunConfig]
-KERNELS = Kernels()
 TIMES = ("step_seconds", "tokens_per_second", "overhead")
 
 
@@ -65,7 +64,7 @@ class Listener:
 @pytest.fixture
 def run(corpus: Corpus, tmp_path: Path) -> Callable[..., TrainResult]:
     def make(config: RunConfig, name: str = "run", **options: Any) -> TrainResult:
-        options = {"task": LanguageModelling(corpus), "kernels": KERNELS, **options}
+        options = {"task": LanguageModelling(corpus), **options}
         return train(config, tmp_path / name, **options)
 
     return make
@@ -182,11 +181,10 @@ def test_killed_with_signal_9_and_resumed(
     (tmp_path / "config.json").write_text(config.to_json())
     program = (
         "import sys, pathlib, torch; torch.set_num_threads(1)\n"
-        "from pointsman.ops.kernels import Kernels\n"
         "from pointsman_lab.training.config import RunConfig\n"
         "from pointsman_lab.training.trainer import train\n"
         "config = RunConfig.from_json(pathlib.Path(sys.argv[1], 'config.json').read_text())\n"
-        "train(config, pathlib.Path(sys.argv[1], 'killed'), kernels=Kernels())\n"
+        "train(config, pathlib.Path(sys.argv[1], 'killed'))\n"
     )
     process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], env={**os.environ})
     checkpoints = tmp_path / "killed" / "checkpoints"
@@ -212,7 +210,7 @@ def test_what_a_finished_run_leaves(settings: Settings, run: Callable[..., Train
     }  # fmt: skip
     assert steps_of(out / "checkpoints") == [8, 6, 3]
     here = json.loads((out / "environment.json").read_text())
-    assert here["kernels"] == KERNELS.to_dict()
+    assert here["kernels"] == {"path": "fast", "gpu": "torch"}
     assert here["packages"]["torch"] == torch.__version__
     trained = RunDirectory(out).metrics("train")
     assert [row["step"] for row in trained] == list(range(1, 9))
@@ -239,7 +237,7 @@ def test_a_loaded_run_gives_the_same_figures(
     result = run(settings("hyperrouter:share=true"))
     loaded = load_run(result.out)
     assert loaded.step == 8
-    with using(loaded.kernels):
+    with using(loaded.config.kernels):
         task = LanguageModelling(corpus)
         again = task.evaluate(loaded.model, loaded.config, "test", loaded.config.eval_top_k, PLAIN)
     assert again == result.evaluation["results"]
@@ -388,7 +386,7 @@ def test_a_tracker_that_is_missing_or_refuses_is_named(
 
 
 def test_deterministic_takes_the_plain_path(settings: Settings, run: Callable[..., TrainResult]) -> None:
-    result = run(settings(deterministic=True), kernels=None)
+    result = run(settings(deterministic=True))
     assert json.loads((result.out / "environment.json").read_text())["kernels"]["path"] == "plain"
     assert not torch.are_deterministic_algorithms_enabled()
 

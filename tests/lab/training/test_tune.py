@@ -43,7 +43,7 @@ def tune(settings: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest
 
 def write(plan: Plan, out: Path) -> None:
     write_plan(
-        out, settings=plan.settings(), routers=plan.routers, seeds=plan.seeds, command="", kernels={}, data="0",
+        out, settings=plan.settings(), routers=plan.routers, seeds=plan.seeds, command="", data="0",
         tuned=plan.tuned,
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ from pointsman.experts import apply
 from pointsman.routers.mutual import posterior
 from pointsman_lab.models.transformer_xl import TransformerXL
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.kernels import choose_kernels
+from pointsman_lab.training.kernels import check_kernels
 from pointsman_lab.training.objectives import objective_of
 
 Settings = Callable[..., RunConfig]
@@ -112,10 +112,8 @@ def test_what_waits_is_found(settings: Settings) -> None:
         assert len(values[order]) == 2
 
 
-@pytest.mark.parametrize(
-    ("deterministic", "told"), [(False, "only a CUDA device has them"), (True, "deterministic=true takes the plain")]
-)
-def test_kernels_for_a_gpu_are_refused_elsewhere(settings: Settings, deterministic: bool, told: str) -> None:
-    config = settings(gpu_kernels="triton", deterministic=deterministic)
-    with pytest.raises(RunError, match=f"^gpu_kernels=triton: {told}"):
-        choose_kernels(config, None, None if deterministic else torch.device("cpu"))
+def test_kernels_for_a_gpu_are_refused_elsewhere(settings: Settings) -> None:
+    with pytest.raises(RunError, match=r"^gpu_kernels=triton: only a CUDA device has them"):
+        check_kernels(settings(gpu_kernels="triton"), torch.device("cpu"))
+    with pytest.raises(RunError, match=r"^gpu_kernels=triton: deterministic=true takes the plain"):
+        settings(gpu_kernels="triton", deterministic=True)

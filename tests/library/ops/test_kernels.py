@@ -1,4 +1,4 @@
-"""Choosing, recording and falling back."""
+"""Choosing, and falling back."""
 
 import threading
 from collections.abc import Iterator
@@ -9,23 +9,6 @@ import torch
 from pointsman import MoE
 from pointsman.ops import kernels as kernels_module
 from pointsman.ops.kernels import PLAIN, Kernels, active, using
-
-
-def test_recorded() -> None:
-    for kernels in (Kernels(), Kernels(gpu="triton"), PLAIN):
-        assert Kernels.from_dict(kernels.to_dict()) == kernels
-
-
-@pytest.mark.parametrize(
-    "recorded",
-    [
-        {"path": "fast", "gemm": "onednn", "row": "mv", "few_bf16": "columns"},
-        {"path": "fast", "gpu": "auto", "gpu_decode": "auto", "gpu_router": "auto"},
-        {"path": "fast", "gpu": "grouped_mm", "gpu_attention": "torch", "gpu_mixing": "torch"},
-    ],
-)
-def test_records_of_earlier_versions(recorded: dict[str, str]) -> None:
-    assert Kernels.from_dict(recorded) == Kernels()
 
 
 class TestUsing:
@@ -107,8 +90,3 @@ class TestUsing:
 def test_unknown_values_are_named(values: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(values))}=.*did you mean"):
         Kernels(**values)
-
-
-def test_unknown_fields_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"unknown kernels 'gp'.*did you mean 'gpu'"):
-        Kernels.from_dict({"gp": "triton"})

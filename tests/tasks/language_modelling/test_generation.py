@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from pointsman._errors import RunError
-from pointsman.ops.kernels import Kernels
 from pointsman_lab.cli.main import main
 from pointsman_lab.data.vocabulary import Vocabulary
 from pointsman_lab.models.decoder import Decoder, DecoderConfig
@@ -64,7 +63,7 @@ def test_the_command_draws_words_of_the_vocabulary_at_any_k(
 ) -> None:
     shape = DecoderConfig(vocab_size=4000, router=router, allow_non_causal=True, init_std=0.5, **SHAPE)  # type: ignore[arg-type]
     config, words = RunConfig(model=shape, precision="float32"), Vocabulary("word", ["<unk>", "a", "b"])
-    loaded = Run(Path("run"), config, 1, Decoder(shape).eval(), words, Kernels())
+    loaded = Run(Path("run"), config, 1, Decoder(shape).eval(), words)
     monkeypatch.setattr("pointsman_lab.tasks.language_modelling.generation.load_run", lambda *_, **__: loaded)
     assert main(["generate", "run", "--prompt", "a b", "--tokens", "9", "--device", "cpu"]) == 0
     assert len(capsys.readouterr().out.split()) == 11

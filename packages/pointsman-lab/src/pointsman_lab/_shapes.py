@@ -58,7 +58,7 @@ SHAPES: dict[str, Any] = {
         "routing": [{"layers": {"*": dict}}], "base_rate": float,
     },
     "comparison.json": {
-        "settings!": {"model!": dict}, "routers!": [str], "seeds!": [int], "command": str, "kernels": dict, "data": str,
+        "settings!": {"model!": dict}, "routers!": [str], "seeds!": [int], "command": str, "data": str,
         "tuned": {"*": {"*": str}}, "nodes": {"*": [str]},
         "shown": {"names": {"*": str}, "baseline": str | None, "columns": [str]},
     },
@@ -125,7 +125,7 @@ SHAPES: dict[str, Any] = {
         "placement": {"*": {"*": float}}, "cache": {"size": int, "layers": {"*": {"*": float}}},
     },
     "manifest.json": {"step": int, "files": {"*": {"bytes!": int, "sha256!": str}}, "aliases": {"*": {"*": str}}},
-    "state.json": {"config": dict, "data": str, "vocabulary": str, "kernels": dict, "environment": dict},
+    "state.json": {"config": dict, "data": str, "vocabulary": str, "environment": dict},
 }  # fmt: skip
 """File name, in which "*" stands for anything, -> shape."""
 METRICS_ROW = {"kind!": str, "step!": int, "layer": str, "load": [MAYBE]}

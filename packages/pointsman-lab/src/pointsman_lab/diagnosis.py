@@ -128,7 +128,7 @@ def _of_run(path: Path, against: Sequence[Path], settings: Settings, watch: Prog
     if watch:
         watch.phase("diagnose", seen.count)
     try:
-        with using(run.kernels):
+        with using(run.config.kernels):
             found = diagnose(
                 run.model,
                 seen.batches,

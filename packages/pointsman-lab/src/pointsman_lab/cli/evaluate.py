@@ -102,7 +102,7 @@ def evaluated(
     split = values.split or task.reported_split(config)
     task.keeps = bool(values.predictions)
     context = EvaluationContext(autocast(config, next(saved.model.parameters()).device), display, stop)
-    with using(saved.kernels):
+    with using(saved.config.kernels):
         results = task.evaluate(saved.model, config, split, values.top_k or config.eval_top_k, context)
     protocol = {**task.protocol(config), **task.description()}
     if "split" in protocol:

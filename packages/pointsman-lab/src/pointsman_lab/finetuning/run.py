@@ -13,7 +13,6 @@ from torch import nn
 
 from pointsman._errors import RunError, Stopped
 from pointsman.diagnostics.monitor import RoutingMonitor
-from pointsman.ops.kernels import Kernels
 from pointsman_lab._files import alone
 from pointsman_lab.finetuning.settings import Finetuning
 from pointsman_lab.finetuning.task import FineTuning
@@ -23,11 +22,10 @@ from pointsman_lab.runs import paths
 from pointsman_lab.runs.checkpoints import checksums, open_checkpoint, whole_checkpoint
 from pointsman_lab.runs.comparison import required_plan, saved_runs
 from pointsman_lab.runs.directory import RunDirectory
-from pointsman_lab.runs.paths import COMPARISON, EVALUATION, FINETUNE, REPEAT, run_path
+from pointsman_lab.runs.paths import EVALUATION, FINETUNE, REPEAT, run_path
 from pointsman_lab.training.compare import default_jobs
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.jobs import Hosts, Work, do_all
-from pointsman_lab.training.kernels import recorded_kernels
 from pointsman_lab.training.run import Run, load_run, model_of, vocabulary_of
 from pointsman_lab.training.state import Interrupted
 from pointsman_lab.training.trainer import TrainResult, train
@@ -62,7 +60,6 @@ def finetune(
     out: Path | str | None = None,
     data: Any = None,
     device: str = "cpu",
-    kernels: Kernels | None = None,
     progress: Progress | None = None,
     monitor: Callable[[nn.Module, int, int], Monitor] | None = None,
     stop: Stop | None = None,
@@ -75,7 +72,7 @@ def finetune(
         seed: of the head's weights, the order of the data and dropout.
         out: the run directory; default: `finetuned_path`.
         data: the task's data, if they are loaded already.
-        device, kernels, progress, monitor, stop: as of `training.trainer.train`.
+        device, progress, monitor, stop: as of `training.trainer.train`.
 
     Returns:
         What is in `out`: a run directory like any other, with accuracies in evaluation.json, and finetune.json beside.
@@ -117,7 +114,6 @@ def finetune(
         resume=begun,
         device=device,
         task=task,
-        kernels=kernels or pretrained.kernels,
         progress=progress,
         monitor=monitor,
         stop=stop,
@@ -168,8 +164,8 @@ def load_finetuned(
         model: nn.Module = settings.kind.model(config, name, len(about["classes"]), settings)
         return model
 
-    model, kernels = model_of(checkpoint, config, device, build)
-    return Run(directory.path, config, checkpoint.step, model, vocabulary_of(directory, checkpoint), kernels, about)
+    model = model_of(checkpoint, config, device, build)
+    return Run(directory.path, config, checkpoint.step, model, vocabulary_of(directory, checkpoint), about)
 
 
 def is_finetuned(path: Path | str) -> bool:
@@ -231,7 +227,6 @@ def compare_tasks(
         Stopped: `stop` was set; everything is saved.
     """
     plan = required_plan(out)
-    kernels = recorded_kernels(plan["kernels"], out / COMPARISON) if plan.get("kernels") else None
     loaded = {settings.task: open_task(settings.task) for settings in tasks}  # before anything is trained
     runs = saved_runs(out, plan, progress.note, routers)
     todo = [
@@ -249,7 +244,7 @@ def compare_tasks(
         for number, (settings, router, _, own) in enumerate(todo, 1)
     ]
 
-    setup = partial(_tuner, out, kernels, device)
+    setup = partial(_tuner, out, device)
     with alone(out):
         do_all(
             todo, titles, setup, partial(setup, loaded), jobs, progress=progress,
@@ -265,7 +260,7 @@ def jobs_of(out: Path, device: str) -> int | None:
     return None if first is None else default_jobs(first.config(RunConfig), device)
 
 
-def _tuner(out: Path, kernels: Kernels | None, device: str, loaded: Mapping[str, Any] | None = None) -> Work:
+def _tuner(out: Path, device: str, loaded: Mapping[str, Any] | None = None) -> Work:
     """Fine-tunes a row, or continues; a worker, without `loaded`, reads each task's data itself."""
     read = dict(loaded or {})
 
@@ -277,8 +272,7 @@ def _tuner(out: Path, kernels: Kernels | None, device: str, loaded: Mapping[str,
         try:
             finetune(
                 run, settings.for_router(router), seed=own_seed, out=finetuned_path(run, settings, own_seed),
-                data=read[settings.task], device=device, kernels=kernels, progress=progress, monitor=RoutingMonitor,
-                stop=stop,
+                data=read[settings.task], device=device, progress=progress, monitor=RoutingMonitor, stop=stop,
             )  # fmt: skip
         except Interrupted as saved:
             raise Stopped(f"stopped in {saved.out} after step {saved.step}; saved: the same command goes on") from None

@@ -166,6 +166,7 @@ class Finetuning:
             learning_rate=1e-4,
             clip_norm=0.25,
             precision=pretrained.precision,
+            gpu_kernels=pretrained.gpu_kernels,
             deterministic=pretrained.deterministic,
             imports=pretrained.imports,
             checkpoint_every=min(CHECKPOINT_EVERY, max(1, steps // 2)),

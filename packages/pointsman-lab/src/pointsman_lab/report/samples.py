@@ -65,7 +65,7 @@ def collect_samples(
     segments, memory = task.stretch(config, tokens), config.eval_memory_length
     top_k = sorted(config.eval_top_k)
     middle = top_k[len(top_k) // 2]
-    with using(run.kernels):
+    with using(run.config.kernels):
         seen = {k: look(run.model, segments, k, memory) for k in top_k}
     routings = {k: {name: routing for name, (_, routing) in layers.items()} for k, layers in seen.items()}
     sample = pack(routings, display_tokens(np.concatenate(segments), run.vocabulary))

@@ -24,8 +24,8 @@ def write_plan(out: Path, **plan: Any) -> None:
 
     Args:
         plan: "settings" of every run, without router and seed; "routers", specs in the table's order; "seeds", in
-            order; "command", the command line that asked for it last; "kernels" of all its runs; "data", the
-            fingerprint of their corpus; "tuned", settings of single rows, which `compare --tune` chose, if any.
+            order; "command", the command line that asked for it last; "data", the fingerprint of their corpus; "tuned",
+            settings of single rows, which `compare --tune` chose, if any.
     """
     kept = {key: value for key, value in (read_plan(out) or {}).items() if key in ("shown", "nodes") and value}
     plan = {key: value for key, value in plan.items() if value or key != "tuned"}

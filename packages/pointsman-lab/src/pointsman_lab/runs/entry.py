@@ -23,7 +23,7 @@ from pointsman_lab.runs.record import RunRecord
 
 FORMAT = 1
 SHAPE: dict[str, Any] = {
-    "format!": int, "name!": str, "router!": str, "settings!": dict, "tuned!": dict, "kernels!": dict, "data!": str,
+    "format!": int, "name!": str, "router!": str, "settings!": dict, "tuned!": dict, "data!": str,
     "sources!": {"*": str}, "sha256!": str,
     "runs!": {"*": {"environment!": dict, "evaluation!": {"results!": [dict]}, "step_seconds!": float,
                     "log!": {"step!": [int], "loss!": [float]}}},
@@ -51,8 +51,8 @@ def entry_of(folder: Path, router: str, name: str) -> dict[str, Any]:
         raise RunError(f"{folder}: {router}, seed {unfinished[0]}: not finished; the command of the comparison goes on")
     return signed({
         "format": FORMAT, "name": name, "router": router, "settings": plan["settings"],
-        "tuned": plan.get("tuned", {}).get(router, {}), "kernels": plan.get("kernels", {}),
-        "data": plan.get("data", ""), "sources": sources_of(plan["settings"].get("imports") or ()),
+        "tuned": plan.get("tuned", {}).get(router, {}), "data": plan.get("data", ""),
+        "sources": sources_of(plan["settings"].get("imports") or ()),
         "runs": {str(run.seed): _run(run) for run in comparison.of(router)},
     })  # fmt: skip
 

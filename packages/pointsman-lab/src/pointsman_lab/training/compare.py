@@ -19,7 +19,6 @@ import torch
 
 from pointsman._errors import RunError, Stopped
 from pointsman.diagnostics.monitor import RoutingMonitor
-from pointsman.ops.kernels import Kernels
 from pointsman.parallel.layout import Layout
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.frame.registry import split_specs
@@ -34,8 +33,7 @@ from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.runs.imports import import_named
 from pointsman_lab.runs.paths import COMPARISON, EVALUATION, run_path
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.jobs import Hosts, Work, do_all, one_thread
-from pointsman_lab.training.kernels import choose_kernels, recorded_kernels
+from pointsman_lab.training.jobs import Hosts, Work, do_all
 from pointsman_lab.training.settings import flat, without_effect
 from pointsman_lab.training.state import Interrupted
 from pointsman_lab.training.task import Task, check_models, check_ranks, pretraining_task
@@ -181,18 +179,18 @@ def compare(
         record = RunDirectory(run_path(out, router, seed)).read_json(EVALUATION)
         return task.is_current(record, plan.config(router, seed))
 
-    with ExitStack() as held, one_thread(jobs):  # kernels are timed with the threads that use them
+    with ExitStack() as held:
 
-        def begin() -> tuple[Kernels, list[tuple[int, str, int]]]:
+        def begin() -> list[tuple[int, str, int]]:
             held.enter_context(alone(out))
-            kernels = _begun(plan.base, whole, out, task)
-            return kernels, [(number, *one) for number, one in enumerate(every, 1) if not finished(*one)]
+            _begin(plan.base, whole, out, task)
+            return [(number, *one) for number, one in enumerate(every, 1) if not finished(*one)]
 
-        kernels, todo = ranks.by_first(begin)
+        todo = ranks.by_first(begin)
 
         titles = [f"{number}/{len(every)} {router}, seed {seed}" for number, router, seed in todo]
         runs = [(plan.config(router, seed), run_path(out, router, seed)) for _, router, seed in todo]
-        setup = partial(_trainer, plan.base, kernels, device)
+        setup = partial(_trainer, plan.base, device)
         do_all(
             runs, titles, setup, partial(setup, task, ranks, layout), jobs, progress=progress,
             ended=lambda _: ended(), stop=stop, hosts=hosts,
@@ -201,27 +199,21 @@ def compare(
     return whole
 
 
-def _begun(base: RunConfig, whole: Plan, out: Path, task: Task) -> Kernels:
-    """Writes the plan of a directory that no other process works in; the kernels of all its runs."""
+def _begin(base: RunConfig, whole: Plan, out: Path, task: Task) -> None:
+    """Writes the plan of a directory that no other process works in."""
     restore(out)  # runs that another machine has finished
     before = read_plan(out) or {}
     if before.get("data", task.fingerprint) != task.fingerprint:
         raise RunError(f"{out} holds a comparison on other data: {base.data} has changed since; choose another --out")
-    if (recorded := before.get("kernels")) is not None:
-        kernels = recorded_kernels(recorded, out / COMPARISON)
-    else:
-        kernels = choose_kernels(base, None)
     write_plan(
         out, settings=whole.settings(), routers=whole.routers, seeds=whole.seeds, command=whole.command,
-        kernels=kernels.to_dict(), data=task.fingerprint, tuned=whole.tuned,
+        data=task.fingerprint, tuned=whole.tuned,
     )  # fmt: skip
-    return kernels
 
 
 def _trainer(
-    base: RunConfig, kernels: Kernels, device: str, task: Task | None = None, ranks: Ranks = ALONE,
-    layout: Layout | None = None,
-) -> Work:  # fmt: skip
+    base: RunConfig, device: str, task: Task | None = None, ranks: Ranks = ALONE, layout: Layout | None = None
+) -> Work:
     """Trains and evaluates (settings, directory), or continues it; a worker, without `task`, reads the data itself."""
     if task is None:
         for name in base.imports:
@@ -232,7 +224,7 @@ def _trainer(
         config, path = run
         try:
             train(
-                config, path, resume=RunDirectory(path).exists, device=device, task=task, kernels=kernels,
+                config, path, resume=RunDirectory(path).exists, device=device, task=task,
                 progress=progress, monitor=RoutingMonitor, stop=stop, ranks=ranks, layout=layout,
             )  # fmt: skip
         except Interrupted as saved:

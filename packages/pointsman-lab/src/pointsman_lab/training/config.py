@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any, Literal, get_type_hints
 
 from pointsman._errors import RunError, did_you_mean
+from pointsman.ops.kernels import PLAIN, Kernels
 from pointsman.routers.frame.registry import split_specs
 from pointsman_lab._files import parse_json
 from pointsman_lab._values import most, typed_fields, typed_value, upper
@@ -160,6 +161,8 @@ class RunConfig:
         for name in self.track:
             if name not in TRACKERS:
                 raise RunError(f"track={name!r}: {did_you_mean(name, TRACKERS)}")
+        if self.gpu_kernels == "triton" and self.deterministic:
+            raise RunError("gpu_kernels=triton: deterministic=true takes the plain kernels")
         split_specs(self.model.router)
         object.__setattr__(self, "model", replace(self.model, seed=self.seed, top_k=self.top_k_schedule.low))
 
@@ -167,6 +170,11 @@ class RunConfig:
     def top_k_schedule(self) -> TopKSchedule:
         """k as a function of the step."""
         return TopKSchedule(*parse_top_k(self.train_top_k, self.model.num_experts), self.steps, self.k_schedule)
+
+    @property
+    def kernels(self) -> Kernels:
+        """What computes in the run and in everything that is computed from it."""
+        return PLAIN if self.deterministic else Kernels(gpu=self.gpu_kernels)
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> RunConfig:
         """A copy with settings replaced: {"learning_rate": "1e-3", "model.dim": 64}; strings are read as their type.

@@ -1,50 +1,31 @@
-"""Kernels, precision and random numbers of a run. A resumed run, and all runs of a comparison, use the same kernels."""
+"""Kernels, precision and random numbers of a run."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from pointsman._errors import RunError
 from pointsman.kernels.choice import without_triton
-from pointsman.ops.kernels import PLAIN, Kernels
-from pointsman_lab.runs.checkpoints import Checkpoint
 from pointsman_lab.training.config import RunConfig
 
 
-def recorded_kernels(values: Mapping[str, Any], where: Path) -> Kernels:
-    """The kernels recorded in a checkpoint or comparison."""
-    try:
-        return Kernels.from_dict(values)
-    except (TypeError, ValueError) as error:
-        raise RunError(f"{where}: its kernels cannot be used here: {error}") from None
+def check_kernels(config: RunConfig, device: torch.device) -> None:
+    """Refuses our kernels where they cannot run.
 
-
-def choose_kernels(config: RunConfig, given: Kernels | None = None, device: torch.device | None = None) -> Kernels:
-    """The kernels of a new run: the plain ones if it is to be deterministic, those given to it, or its settings'."""
+    Raises:
+        RunError: the device is no CUDA device, or too old, or the package triton is missing or too old.
+    """
     if config.gpu_kernels == "triton":
-        why = "deterministic=true takes the plain kernels" if config.deterministic else None
-        if device is not None and device.type != "cuda":
-            why = f"only a CUDA device has them, and the run is to be on {device}"
-        elif device is not None:
-            why = why or without_triton(torch.cuda.get_device_capability(device))
+        why = f"only a CUDA device has them, and the run is to be on {device}"
+        if device.type == "cuda":
+            why = without_triton(torch.cuda.get_device_capability(device)) or ""
         if why:
             raise RunError(f"gpu_kernels=triton: {why}")
-    return PLAIN if config.deterministic else given or Kernels(gpu=config.gpu_kernels)
-
-
-def saved_kernels(config: RunConfig, checkpoint: Checkpoint, device: torch.device | None = None) -> Kernels:
-    """Those of a checkpoint; chosen as for a new run where an older version wrote it. Errors as in recorded_kernels."""
-    recorded = checkpoint.state.get("kernels")
-    if recorded is None:
-        return choose_kernels(config, None, device)
-    return recorded_kernels(recorded, checkpoint.path)
 
 
 @contextmanager

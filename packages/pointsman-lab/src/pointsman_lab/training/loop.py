@@ -211,7 +211,6 @@ class TrainingLoop:
             "config": self.config.to_dict(),
             "data": self.state.task.fingerprint,
             "vocabulary": self.state.task.vocabulary.digest,
-            "kernels": self.here["kernels"],
             "environment": dict(self.here),
         }
         tensors = self.state.tensors(self.monitor)

@@ -12,7 +12,6 @@ import torch
 
 from pointsman._errors import RunError
 from pointsman.control import named_routers
-from pointsman.ops.kernels import Kernels
 from pointsman_lab.data.download import DataProgress
 from pointsman_lab.models.config import build_model
 from pointsman_lab.runs.checkpoints import Checkpoint, open_checkpoint, whole_checkpoint
@@ -22,7 +21,7 @@ from pointsman_lab.runs.paths import VOCABULARY, run_path
 from pointsman_lab.training import best
 from pointsman_lab.training.checkpoint import fitting_model
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.kernels import autocast, saved_kernels
+from pointsman_lab.training.kernels import autocast
 from pointsman_lab.training.task import Task, pretraining_task
 
 
@@ -32,11 +31,10 @@ class Run:
 
     Attributes:
         path: the run directory.
-        config: its settings.
+        config: its settings; `with using(run.config.kernels):` computes the bits of its training.
         step: the step of the checkpoint that the weights are from.
         model: with these weights, in evaluation mode.
         vocabulary: what token ids or labels stand for.
-        kernels: those of its training: the same bits inside `with using(run.kernels):`.
         finetuning: the content of finetune.json; empty for a pre-trained run.
     """
 
@@ -45,7 +43,6 @@ class Run:
     step: int
     model: Any
     vocabulary: Any
-    kernels: Kernels
     finetuning: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -94,8 +91,8 @@ def load_run(
         checkpoint = whole_checkpoint(directory.checkpoints, note)
     else:
         checkpoint = open_checkpoint(directory.checkpoints / f"step-{step}")
-    model, kernels = model_of(checkpoint, config, device)
-    return Run(directory.path, config, checkpoint.step, model, vocabulary_of(directory, checkpoint), kernels)
+    model = model_of(checkpoint, config, device)
+    return Run(directory.path, config, checkpoint.step, model, vocabulary_of(directory, checkpoint))
 
 
 def vocabulary_of(directory: RunDirectory, checkpoint: Checkpoint) -> Any:
@@ -110,17 +107,15 @@ def vocabulary_of(directory: RunDirectory, checkpoint: Checkpoint) -> Any:
     return vocabulary
 
 
-def model_of(
-    checkpoint: Checkpoint, config: RunConfig, device: str, build: Callable[[], Any] | None = None
-) -> tuple[Any, Kernels]:
-    """The model of a checkpoint (`build` makes it; default: that of its settings), in evaluation mode, and its kernels.
+def model_of(checkpoint: Checkpoint, config: RunConfig, device: str, build: Callable[[], Any] | None = None) -> Any:
+    """The model of a checkpoint (`build` makes it; default: that of its settings), in evaluation mode.
 
     With choose="best-valid" its weights are the chosen ones.
     """
     chosen = config.choose != "last" and (checkpoint.path / f"{best.FILE}.safetensors").is_file()
     build = build or partial(build_model, config.model)
     model = fitting_model(build, config.model.num_layers, checkpoint, best.FILE if chosen else "model")
-    return model.to(torch.device(device)).eval(), saved_kernels(config, checkpoint)
+    return model.to(torch.device(device)).eval()
 
 
 def runs_at(path: Path, device: str, note: Callable[[str], None]) -> Iterator[Run]:

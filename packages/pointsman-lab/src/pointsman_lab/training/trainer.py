@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from pointsman.ops.kernels import Kernels, using
+from pointsman.ops.kernels import using
 from pointsman.parallel.layout import Layout
 from pointsman.ranks import ALONE, Ranks
 from pointsman_lab._files import alone, write_whole
@@ -24,7 +24,7 @@ from pointsman_lab.runs.paths import ENVIRONMENT, EVALUATION, VOCABULARY
 from pointsman_lab.training.best import Best
 from pointsman_lab.training.checkpoint import misfit, stored_tensors
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.kernels import choose_kernels, deterministic_algorithms, saved_kernels
+from pointsman_lab.training.kernels import check_kernels, deterministic_algorithms
 from pointsman_lab.training.loop import TrainingLoop
 from pointsman_lab.training.settings import flat
 from pointsman_lab.training.state import TrainingState
@@ -56,7 +56,6 @@ def train(
     resume: bool = False,
     device: str = "cpu",
     task: Task | None = None,
-    kernels: Kernels | None = None,
     progress: Progress | None = None,
     monitor: Callable[[nn.Module, int, int], Monitor] | None = None,
     stop: Stop | None = None,
@@ -74,7 +73,6 @@ def train(
         resume: go on from the last whole checkpoint, at step 0 without one. A finished run stays as it is.
         device: "cpu", "cuda", "cuda:1", …
         task: what is learned; None: what models of this family are trained on.
-        kernels: for a new run, instead of the default; a resumed run keeps its own.
         progress: a display.
         monitor: makes what looks at the routing on the way, from the model, a number of steps and the seed
             (`diagnostics.RoutingMonitor`).
@@ -94,6 +92,7 @@ def train(
     config = task.prepared(config)
     ranks.agree(_what_ranks_share(config, task, layout, out, resume), "the settings")
     # before anything is written: checks all settings
+    check_kernels(config, torch.device(device))
     state = TrainingState(config, task, torch.device(device), ranks=ranks, layout=layout)
     best = Best(state.model, config, task, ranks) if config.choose != "last" else None
     watch = monitor(state.model, config.observe_every, config.seed) if monitor and state.sparse else None
@@ -110,16 +109,12 @@ def train(
         if record is not None and state.step == config.steps and task.is_current(record, config):
             progress.note(f"{directory.path} is finished: {config.steps} steps and the evaluation are done")
             return TrainResult(directory.path, state.step, record, already_finished=True)
-        chosen = ranks.by_first(
-            lambda: choose_kernels(config, kernels, state.device) if checkpoint is None
-            else saved_kernels(config, checkpoint, state.device)
-        )  # fmt: skip
-        here = _environment(state, chosen)
+        here = _environment(state)
         if checkpoint and (differing := differing_bits(checkpoint.state.get("environment", {}), here)):
             told = "another machine than the checkpoint's, so the last bits may differ"
             progress.note(f"{told}: {'; '.join(differing)}")
         ranks.by_first(lambda: _write_description(directory, task, here))
-        held.enter_context(using(chosen))
+        held.enter_context(using(config.kernels))
         held.enter_context(deterministic_algorithms(config.deterministic))
         run = held.enter_context(TrainingLoop(state, best, directory, here, watch, progress, stop))
         if best and checkpoint and run.metrics:
@@ -134,13 +129,12 @@ def _what_ranks_share(config: RunConfig, task: Task, layout: Layout | None, out:
     return {**flat(config.to_dict()), **here, **versions}
 
 
-def _environment(state: TrainingState, kernels: Kernels) -> dict[str, Any]:
+def _environment(state: TrainingState) -> dict[str, Any]:
     """environment.json."""
     cuda = state.device.type == "cuda"
     name = torch.cuda.get_device_name(state.device) if cuda else None
-    here = environment(
-        kernels.to_dict(), device=str(state.device), device_name=name, threads=torch.get_num_threads()
-    )  # fmt: skip
+    kernels, threads = asdict(state.config.kernels), torch.get_num_threads()
+    here = environment(kernels, device=str(state.device), device_name=name, threads=threads)
     return here if state.ranks.count == 1 else {**here, "ranks": state.ranks.count, "layout": str(state.layout)}
 
 

@@ -1,16 +1,15 @@
-"""Which kernels a run uses: one active choice, recorded, and reused.
+"""Which kernels compute: one active choice, which everything inside `with using(kernels):` follows.
 
-Kernels differ in the last bits. A run that is to be continued, or compared with another bit for bit, therefore keeps
-its choice: `Kernels.to_dict` goes into the run's record, `Kernels.from_dict` reads it, and everything computed inside
-`with using(kernels):` follows it. Nothing is timed.
+Kernels differ in the last bits. What is to be continued, or compared with another bit for bit, therefore keeps its
+choice. Nothing is timed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +17,6 @@ import torch
 from pointsman._errors import did_you_mean
 
 _ALLOWED = {"path": ("fast", "plain"), "gpu": ("torch", "triton")}
-_RETIRED = (
-    "gemm", "row", "row_bf16", "batched_bf16", "few", "few_bf16", "gpu_decode", "gpu_router", "gpu_attention",
-    "gpu_mixing",
-)  # fmt: skip
-"""Choices that committed records hold and that no longer exist."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +36,6 @@ class Kernels:
         for name, allowed in _ALLOWED.items():
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"kernels: {name}={value!r}: {did_you_mean(value, allowed)}")
-
-    def to_dict(self) -> dict[str, str]:
-        """For environment.json and checkpoints."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, str]) -> Kernels:
-        """What `to_dict` gave, also in an earlier version, whose other choices for a GPU were torch's on a CPU."""
-        for name in values:
-            if name not in _ALLOWED and name not in _RETIRED:
-                raise ValueError(f"unknown kernels {name!r}: {did_you_mean(name, _ALLOWED)}")
-        gpu = values.get("gpu", "torch")
-        return cls(values.get("path", "fast"), "torch" if gpu in ("auto", "grouped_mm") else gpu)
 
 
 PLAIN = Kernels("plain")

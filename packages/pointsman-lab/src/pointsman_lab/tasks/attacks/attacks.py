@@ -242,7 +242,7 @@ def run_under_attack(
     asked: dict[str, Any] = {"split": split, "top_k": values, "protocol": protocol}
     asked["how"] = EvaluationContext(run.autocast(), watch, stop)
     level, routing = run.vocabulary.level, []
-    with using(run.kernels):
+    with using(run.config.kernels):
         results = evaluate(run.model, text, level, **asked)
         for attack in attacks:
             clean, attacked = attack_part(text, run.vocabulary, protocol, attack)

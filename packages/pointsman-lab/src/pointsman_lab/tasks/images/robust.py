@@ -110,7 +110,7 @@ def robustness(
     frame = Frame(config.eval_batch_size, EvaluationContext(run.autocast(), progress, stop), keep)
     read = min(budget, len(clean)) if budget else len(clean)
     protocol = {"data": images.description, "split": asked.split, "images": read, "top_k": list(top_k)}
-    with using(run.kernels):
+    with using(run.config.kernels):
         if asked.kind == "c":
             check_corruptions(images.side)
             rows = chosen_rows(clean, budget)

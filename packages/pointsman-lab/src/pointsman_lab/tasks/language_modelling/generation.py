@@ -135,7 +135,7 @@ def run_generate(flags: Parser, values: argparse.Namespace, device: str) -> int 
     elif values.top_k:
         raise RunError(f"{flags.prog}: --top-k {values.top_k}: the model has no sparse layer")
     texts = []
-    with using(loaded.kernels), loaded.autocast():
+    with using(loaded.config.kernels), loaded.autocast():
         for row, (prompt, (ids, _)) in enumerate(zip(values.prompt, encoded, strict=True)):
             drawn = Sampling(temperature, values.top_p, values.seed + row)
             how = {"tokens": values.tokens, "context": loaded.context, "sampling": drawn}
