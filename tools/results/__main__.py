@@ -32,7 +32,7 @@ from tools.results.claims import Page, Tested
 from tools.results.claims_file import CLAIMS, read_toml
 from tools.results.evidence import tuned_rows
 from tools.results.measures import DIAGNOSED, UNITS, Measure
-from tools.results.trends import Trends
+from tools.results.trends import read_trends, write_trends
 
 MADE = "Made by `make results` from the records in `records/`; nothing here is typed by hand."
 
@@ -154,7 +154,7 @@ def make(records: Path, folder: Path) -> None:
     claims = Page.read(records)
     Pages(records, claims).write(folder)
     print(claims.write(folder))
-    print(Trends.read(records).write(folder))
+    print(write_trends(read_trends(records), folder))
     for paper, grids in read_toml(records / CLAIMS).get("papers", {}).items():
         if places := [records / grid for grid in grids if (records / grid).is_dir()]:
             content = joined(MADE, paper_tables(places, paper).markdown())

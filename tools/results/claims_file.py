@@ -86,8 +86,11 @@ SHAPE: dict[str, Any] = {
     "families": {"*": {"kind": str, "seeds": int}},
     "claims": [dict],
     "papers": {"*": [str]},
-    "trends": [{"name!": str, "title!": str, "measure!": str, "grids": [list], "rows": [str], "curves": {"*": [list]}}],
-}
+    "trends": [{
+        "name!": str, "title!": str, "x!": str, "measure!": str, "k": int, "log": bool, "base": str, "note": str,
+        "grids": [list], "rows": [str], "curves": {"*": [list]},
+    }],
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -243,7 +243,7 @@ def test_claims_about_the_exam_compare_scores_of_its_record(folder: Path, monkey
         (PAGE + "[[claims]]\naspect = 'quality'\n", "claim 1: claim is missing"),
         (PAGE.replace("command", "comand"), "an object with 'command'"),
         (
-            PAGE + "[[trends]]\nname = 'n'\ntitle = 't'\nmeasure = 'quality'\ngrids = [[1]]\nrows = ['a']",
+            PAGE + "[[trends]]\nname = 'n'\ntitle = 't'\nmeasure = 'quality'\nx = 'k'\ngrids = [[1]]\nrows = ['a']",
             "trend 1: grids",
         ),
         (PAGE + claim("a", measure="qualiti"), "did you mean 'quality'"),

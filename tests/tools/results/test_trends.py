@@ -1,8 +1,8 @@
-"""trends.md on invented grids: gaps, verdicts, categories, points of two measures, and wrong fields."""
+"""trends.md on invented grids: gaps, seeds, categories, and wrong fields."""
 
 from __future__ import annotations
 
-import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from pointsman._errors import RunError
 from pointsman_lab.report.figures import _apart
 from tests.lab.report.fixtures import write_comparison, write_run
 from tools.results.claims_file import CLAIMS
-from tools.results.trends import Trends
+from tools.results.trends import read_trends, write_trends
 
 GRIDS = """
 [grids.short]
@@ -52,55 +52,33 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_how_a_gap_goes_from_the_first_point_to_the_last(folder: Path) -> None:
+def test_a_gap_against_a_setting(folder: Path) -> None:
     (folder / CLAIMS).write_text(GRIDS + LENGTH)
-    trends = Trends.read(folder)
-    (trend,) = trends.trends
-    assert trends.comparisons == 9 + 4, "nine gaps of three seeds, and the change of four curves"
-    assert list(trend.curves) == ["wider", "closer", "over", "same", "young"]
-    assert trend.curves["wider"][1].mean == pytest.approx(0.6, abs=1e-3)
-    words = {name: trend.verdict(name, 1).split(" (")[0] for name in trend.curves}
-    assert words == {
-        "wider": "**grows**", "closer": "**shrinks**", "over": "**turns**", "same": "not significant", "young": "-",
+    trends = read_trends(folder)
+    [trend] = trends
+    assert {name: list(points) for name, points in trend.curves.items()} == {
+        "wider": [10, 40], "closer": [10, 40], "over": [10, 40], "same": [10, 40], "young": [10],
     }  # fmt: skip
-    page = trends.write(folder).read_text()
-    assert "| row | steps 10 | steps 40 | first to last |" in page
-    assert "![Gap against length](pictures/length.svg)" in page
+    assert statistics.fmean(trend.curves["wider"][40]) == pytest.approx(0.6, abs=1e-3)
+    page = write_trends(trends, folder).read_text()
+    assert "![Gap against length](pictures/length.svg)\n\nSeeds: 3 at each point.\n" in page
     assert (folder / "pictures" / "length.svg").read_bytes().startswith(b"<?xml")
-    assert all(len(line) <= 120 for line in page.splitlines() if not line.startswith("|"))
+    assert all(len(line) <= 120 for line in page.splitlines())
 
 
-def test_the_word_for_a_change_is_about_the_seeds_of_both_points(folder: Path) -> None:
-    for seed in (3, 4):  # the first point alone: a far wider gap
-        for router, value in {"smoe": 3.0, "wider": 4.0}.items():
-            path = folder / f"short/runs/{router}/seed-{seed}"
-            write_run(path, router, seed, top_k=(1,), values={1: value + 0.1 * seed})
-    about = json.loads((folder / "short/comparison.json").read_text())
-    (folder / "short/comparison.json").write_text(json.dumps({**about, "seeds": [0, 1, 2, 3, 4]}))
-    (folder / CLAIMS).write_text(GRIDS + LENGTH)
-    [trend] = Trends.read(folder).trends
-    assert trend.curves["wider"][0].mean == pytest.approx(0.52, abs=1e-3)
-    assert trend.verdict("wider", 1).startswith("**grows** (+0.400")
-
-
-def test_a_last_point_of_one_seed_leaves_the_change_before_it(folder: Path) -> None:
+def test_seeds_are_told_where_they_differ(folder: Path) -> None:
     rows = {"smoe": 1.5, "wider": 1.6}
     write_comparison(folder / "longer", routers=list(rows), missing=[(row, seed) for row in rows for seed in range(3)])
     for router, value in rows.items():
         write_run(folder / f"longer/runs/{router}/seed-0", router, 0, top_k=(1,), values={1: value})
-    longer = '\n[grids.longer]\ncommand = "pointsman compare --steps 160"\n'
-    (folder / CLAIMS).write_text(GRIDS + longer + LENGTH.replace('"long"]]', '"long"], [160, "longer"]]'))
-    trends = Trends.read(folder)
-    (trend,) = trends.trends
-    assert trends.comparisons == 9 + 4, "a gap of one seed has no interval"
-    assert trend.verdict("wider", 1).startswith("**grows** until steps 40 (+0.400")
-    assert trend.verdict("over", 1).startswith("**turns** (")
-    page = trends.write(folder).read_text()
-    assert "| row | steps 10 | steps 40 | steps 160 | first to last |" in page
-    assert "| +0.100, 1 seed |" in page
+    (folder / "short/runs/closer/seed-0/evaluation.json").unlink()
+    longer = '\n[grids.longer]\ncommand = "pointsman compare --steps 1600"\n'
+    (folder / CLAIMS).write_text(GRIDS + longer + LENGTH.replace('"long"]]', '"long"], [1600, "longer"]]'))
+    page = write_trends(read_trends(folder), folder).read_text()
+    assert "Seeds: 2 to 3 at steps 10, 3 at steps 40, 1 at steps 1,600.\n" in page
 
 
-def test_categories_and_points_of_two_measures(folder: Path) -> None:
+def test_categories_and_what_has_not_been_run(folder: Path) -> None:
     curves = """
 [[trends]]
 name = "kinds"
@@ -112,15 +90,6 @@ k = 1
 all = [["plain", "short", "smoe"], ["other", "short", "closer"]]
 
 [[trends]]
-name = "scatter"
-title = "Scatter"
-against = "entropy"
-measure = "quality"
-k = 1
-rows = ["smoe", "wider"]
-grids = [[0, "short"]]
-
-[[trends]]
 name = "none"
 title = "Nothing yet"
 x = "k"
@@ -129,13 +98,13 @@ rows = ["smoe"]
 grids = [[1, "short"]]
 """
     (folder / CLAIMS).write_text(GRIDS + curves)
-    trends = Trends.read(folder)
-    page = trends.write(folder).read_text()
-    assert "| row | kind plain | kind other | first to last |" in page
-    assert "| `all` | 3.100 ± 0.100 | 4.100 ± 0.100 | **rises**" in page
-    assert "| `smoe` | 1.850 | 3.100 | 3 |" in page
+    kinds, none = read_trends(folder)
+    assert {x: statistics.fmean(of) for x, of in kinds.curves["all"].items()} == pytest.approx(
+        {"plain": 3.1, "other": 4.1}, abs=1e-3
+    )
+    page = write_trends([kinds, none], folder).read_text()
     assert page.endswith("Not run.\n")
-    assert sorted(file.name for file in (folder / "pictures").iterdir()) == ["kinds.svg", "scatter.svg"]
+    assert [file.name for file in (folder / "pictures").iterdir()] == ["kinds.svg"]
 
 
 @pytest.mark.parametrize(
@@ -144,24 +113,14 @@ grids = [[1, "short"]]
         (("log", "logg"), "trend 1: unknown field 'logg'"),
         (('"quality"', '"qualiti"'), "did you mean 'quality'"),
         (('"long"]', '"longer"]'), "did you mean 'long'"),
+        (('x = "steps"', ""), "an object with 'x'"),
         (("[[trends]]", "[[trends]"), "not TOML"),
     ],
 )
 def test_a_wrong_trend_is_named(tmp_path: Path, change: tuple[str, str], message: str) -> None:
     (tmp_path / CLAIMS).write_text((GRIDS + LENGTH).replace(*change))
     with pytest.raises(RunError, match=message):
-        Trends.read(tmp_path)
-
-
-def test_a_row_looks_the_same_in_all_pictures(folder: Path) -> None:
-    other = LENGTH.replace('"length"', '"other"').replace('"wider", "closer", "over"', '"over", "wider"')
-    (folder / CLAIMS).write_text(GRIDS + LENGTH + other)
-    look = Trends.read(folder)._look()
-    assert look == {"wider": 0, "closer": 1, "over": 2, "same": 3, "young": 4}
-    (folder / CLAIMS).write_text(
-        GRIDS + LENGTH.replace('"wider", "closer", "over", "same", "young"', '"wider"') + other
-    )
-    assert Trends.read(folder)._look() == {"wider": 0, "over": 1, "same": 2, "young": 3}
+        read_trends(tmp_path)
 
 
 def test_labels_of_ticks_do_not_stand_on_each_other() -> None:

@@ -105,7 +105,6 @@ def save_lines(
     curves: Sequence[Mapping[str, Any]],
     x_label: str,
     y_label: str,
-    look: Mapping[str, int] | None = None,
     **how: Any,
 ) -> Path:
     """Writes one figure of curves; the ending of the path says the format.
@@ -114,16 +113,15 @@ def save_lines(
         path: ending in one of `FORMATS`.
         curves: name and points, each with x, y and, for a bar, low and high; beside points with a bar, one without is
             hollow.
-        look: name -> which colour and marker, so that a row looks the same in several figures; by default in order.
         how: log_x, with ticks at the points; ks or names for the ticks of x; zero: a line at y = 0.
     """
     ending = path.suffix.removeprefix(".")
     check_formats([ending])
     import matplotlib
 
-    places = look or {curve["name"]: index for index, curve in enumerate(curves)}
+    look = {curve["name"]: index for index, curve in enumerate(curves)}
     with matplotlib.rc_context(STYLE):
-        return _save(_lines(curves, places, x_label, y_label, **how), path, ending)
+        return _save(_lines(curves, look, x_label, y_label, **how), path, ending)
 
 
 def _lines(
