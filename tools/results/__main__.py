@@ -20,7 +20,6 @@ from pointsman_lab.report.cell import Cell
 from pointsman_lab.report.figures import save_lines
 from pointsman_lab.report.forms import Forms, joined
 from pointsman_lab.report.language_table import LanguageTable
-from pointsman_lab.report.paper import paper_tables
 from pointsman_lab.report.results import tables_of
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.report.task_table import TaskTable, finetunings, variants
@@ -155,10 +154,6 @@ def make(records: Path, folder: Path) -> None:
     Pages(records, claims).write(folder)
     print(claims.write(folder))
     print(write_trends(read_trends(records), folder))
-    for paper, grids in read_toml(records / CLAIMS).get("papers", {}).items():
-        if places := [records / grid for grid in grids if (records / grid).is_dir()]:
-            content = joined(MADE, paper_tables(places, paper).markdown())
-            print(write_whole(folder / f"paper-{paper}.md", wrapped(content)))
     if (folder / f"{MAIN}.md").is_file():
         specs = tuned_rows(records / MAIN)
         rows = tuple(specs.get(row, row) for row in ROWS)

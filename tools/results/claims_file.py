@@ -37,9 +37,6 @@ It lies beside the grids. A grid is a comparison directory; a claim compares two
     alt = "gap to smoe"
     note = "A sentence."       # optional
 
-    [papers]                   # optional: a page of each paper's tables beside these grids
-    x-moe = ["xtreme-text-tiny-mlm"]
-
 A claim about time compares the turns of a benchmark, which timed both rows one after the other on one machine:
 
     timings = "../../benchmarks/results/mixers.json"           # {"seconds": {row: [one a turn]}}
@@ -85,7 +82,6 @@ SHAPE: dict[str, Any] = {
     "questions": [{"name!": str, "title!": str, "picture!": str, "alt!": str, "note": str}],
     "families": {"*": {"kind": str, "seeds": int}},
     "claims": [dict],
-    "papers": {"*": [str]},
     "trends": [{
         "name!": str, "title!": str, "x!": str, "measure!": str, "k": int, "log": bool, "base": str, "note": str,
         "grids": [list], "rows": [str], "curves": {"*": [list]},
@@ -120,7 +116,6 @@ class Claim:
     attack: str = "word-enwik8-test"
     rate: float = 0.1
     task: str = ""
-    shift: str = ""
     timings: str = ""
     losses: str = ""
     exam: str = ""
@@ -139,7 +134,7 @@ class Claim:
     @property
     def measured(self) -> Measure:
         """What is compared."""
-        return Measure(self.measure, self.k, self.attack, self.rate, self.task, self.shift)
+        return Measure(self.measure, self.k, self.attack, self.rate, self.task)
 
 
 def read_claims(file: Path) -> tuple[dict[str, list[str]], dict[str, Family], list[Claim]]:

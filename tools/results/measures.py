@@ -19,19 +19,18 @@ from pointsman_lab.tasks.images.robust_table import figure_of, shifted_images
 
 UNITS = {
     "quality": "", "nats": "nats", "entropy": "nats", "mixed entropy": "nats",
-    "imbalance": "squared coefficient of variation", "experts": "experts a token", "attacked": "",
-    "attack": "loss from clean", "accuracy": "points", "transfer": "points", "english": "points", "collapse": "RC",
-    "fluctuation": "share of tokens", "set fluctuation": "share of tokens", "neighbours": "tokens",
-    "collapse change": "RC", "own weight": "share", "effective experts": "experts", "information": "nats",
-    "drop": "points", "outliers": "points", "moved": "share of patches", "consistency": "correlation",
+    "imbalance": "squared coefficient of variation", "attacked": "", "attack": "loss from clean", "accuracy": "points",
+    "transfer": "points", "collapse": "RC", "fluctuation": "share of tokens", "set fluctuation": "share of tokens",
+    "neighbours": "tokens", "collapse change": "RC", "own weight": "share", "effective experts": "experts",
+    "information": "nats", "drop": "points", "outliers": "points", "moved": "share of patches",
+    "consistency": "correlation",
 }  # fmt: skip
 """Measure -> unit; "" = the grid's own."""
 
 MARGINS = {
-    "entropy": 0.05, "mixed entropy": 0.05, "imbalance": 0.1, "experts": 0.1, "attack": 0.02, "accuracy": 1.0,
-    "transfer": 1.0, "english": 1.0, "collapse": 0.5, "neighbours": 1.0, "own weight": 0.05,
-    "effective experts": 0.25, "information": 0.05, "drop": 1.0, "outliers": 1.0, "moved": 0.01, "consistency": 0.05,
-    "score": 0.05,
+    "entropy": 0.05, "mixed entropy": 0.05, "imbalance": 0.1, "attack": 0.02, "accuracy": 1.0, "transfer": 1.0,
+    "collapse": 0.5, "neighbours": 1.0, "own weight": 0.05, "effective experts": 0.25, "information": 0.05, "drop": 1.0,
+    "outliers": 1.0, "moved": 0.01, "consistency": 0.05, "score": 0.05,
 }  # fmt: skip
 """Measure -> the difference that counts as none, in its unit; of all others 0.01."""
 
@@ -41,24 +40,22 @@ class Measure:
     """One figure of a run.
 
     Attributes:
-        name: of `UNITS`. quality: the table's metric at k. entropy, mixed entropy, imbalance (of the loads), experts
-            (used by a token): means over layers at k, at the largest k where k is 0. attacked: quality with `rate` of
-            the words attacked (0 = clean); attack: the same minus that without attack. nats: of masked language
-            modelling, the mean over masked pieces, of languages weighted by their sampling shares. accuracy: of a
-            fine-tuning, the mean over languages where there are several, and over the fine-tunings of a run; of one on
-            English, english: its own, and transfer: the mean over the others. consistency: of the loads at k of
-            fine-tunings of one run, over their pairs, a figure for each run. The others come from `pointsman diagnose
-            RUN` and are means over layers: collapse (RC; collapse change: of the last checkpoint minus the first),
-            fluctuation (share of tokens whose first expert changed since
-            the checkpoint before; set fluctuation: whose set of experts), neighbours (their effective number), own
-            weight (S[i, i]), effective experts (exp of the entropy of their loads) and information (mutual, of the
-            expert and the token's id, less Miller and Madow's bias). Of image runs (`evaluate RUN --robust KIND`): drop
-            (accuracy on clean images minus that on shifted ones), outliers (their AUPR) and moved (the share of patches
-            whose set of experts, under attack whose first expert, differs between the two).
+        name: of `UNITS`. quality: the table's metric at k. entropy, mixed entropy, imbalance (of the loads): means over
+            layers at k, at the largest k where k is 0. attacked: quality with `rate` of the words attacked (0 = clean);
+            attack: the same minus that without attack. nats: of masked language modelling, the mean over masked pieces,
+            of languages weighted by their sampling shares. accuracy: of a fine-tuning, the mean over languages where
+            there are several, and over the fine-tunings of a run; of one on English, transfer: the mean over the
+            others. consistency: of the loads at k of fine-tunings of one run, over their pairs, a figure for each run.
+            The others come from `pointsman diagnose RUN` and are means over layers: collapse (RC; collapse change: of
+            the last checkpoint minus the first), fluctuation (share of tokens whose first expert changed since the
+            checkpoint before; set fluctuation: whose set of experts), neighbours (their effective number), own weight
+            (S[i, i]), effective experts (exp of the entropy of their loads) and information (mutual, of the expert and
+            the token's id, less Miller and Madow's bias). Of image runs (`evaluate RUN --robust c` and `o`): drop
+            (accuracy on clean images minus that on corrupted ones), outliers (their AUPR) and moved (the share of
+            patches whose set of experts differs between clean and corrupted images).
         k: experts a token; 0 = the largest that was evaluated.
         attack, rate: name and rate of an attack.
         task: a fine-tuning, as its files are named.
-        shift: the record of shifted images, without ".json"; "": robust-c, of outliers robust-o.
     """
 
     name: str
@@ -66,7 +63,6 @@ class Measure:
     attack: str = "word-enwik8-test"
     rate: float = 0.1
     task: str = ""
-    shift: str = ""
 
     def of(self, comparison: Comparison, router: str) -> dict[int, float]:
         """seed -> the figure in printed units, for the seeds that have it."""
@@ -77,11 +73,11 @@ class Measure:
             last, first = cells[-1], cells[0]
             found = {seed: last[seed] - (first[seed] if len(cells) > 1 else 0.0) for seed in last if seed in first}
             return by_pretraining(found) if self.name == "accuracy" else found
-        if self.name in ("nats", "transfer", "english"):
+        if self.name in ("nats", "transfer"):
             runs = comparison.runs.values() if self.name == "nats" else finetunings(comparison, self.task)
             results = {run.seed: self._result(run) for run in runs if run.router == router}
             scale = 1.0 if self.name == "nats" else 100.0
-            values = {seed: finite(self._of_languages(result)) for seed, result in results.items()}
+            values = {seed: finite(result.get(self.name)) for seed, result in results.items()}
             found = {seed: scale * value for seed, value in values.items() if value is not None}
             return found if self.name == "nats" else by_pretraining(found)
         if self.name == "consistency":
@@ -104,15 +100,9 @@ class Measure:
         """What is measured, in words."""
         attack = f"{self.rate:.3g} of the words attacked"
         special = {"attack": attack, "attacked": f"quality with {attack}", "accuracy": self.task}
-        special |= {"transfer": f"{self.task} without English", "english": f"{self.task} in English"}
-        special["consistency"] = f"consistency of {self.task}"
-        special |= {name: f"{name} ({self.shift or default})" for name, (default, _, _) in SHIFTED.items()}
+        special |= {"transfer": f"{self.task} without English", "consistency": f"consistency of {self.task}"}
+        special |= {name: f"{name} ({record})" for name, (record, _, _) in SHIFTED.items()}
         return special.get(self.name, self.name) + (f", k = {self.k}" if self.k else "")
-
-    def _of_languages(self, result: Mapping[str, Any]) -> Any:
-        if self.name == "english":
-            return (result.get("languages", {}).get("en") or {}).get("value")
-        return result.get(self.name)
 
     def _consistency(self, comparison: Comparison, router: str) -> dict[int, float]:
         """By the seed of pre-training, which is that of the first fine-tuning."""
@@ -140,11 +130,10 @@ class Measure:
         return results.get(self.k) or (largest if not (self.k and largest.get("routers")) else {})
 
     def _of_shifted(self, run: RunRecord) -> float | None:
-        default, columns, scale = SHIFTED[self.name]
-        if not (record := shifted_images(run, self.shift or default)):
+        name, column, scale = SHIFTED[self.name]
+        if not (record := shifted_images(run, name)):
             return None
-        k = self.k or max(record["protocol"]["top_k"])
-        value = next((v for name in columns if (v := figure_of(record, name, k)) is not None), None)
+        value = figure_of(record, column, self.k or max(record["protocol"]["top_k"]))
         return None if value is None else scale * value
 
     def _of_layer(self, layer: Mapping[str, Any]) -> float | None:
@@ -152,7 +141,7 @@ class Measure:
             return squared_variation(layer)
         if self.name == "mixed entropy":  # a router that mixes nothing selects by what it scored
             return finite(layer.get("mixed_entropy", layer.get("entropy")))
-        return finite(layer.get({"experts": "experts_per_token"}.get(self.name, self.name)))
+        return finite(layer.get(self.name))
 
     def _tables(self, comparison: Comparison) -> list[ComparisonTable]:
         """The tables whose cells count; of two the last minus the first."""
@@ -217,8 +206,8 @@ DIAGNOSED = {
 """Measure -> its values in diagnostics.json, one a layer."""
 
 SHIFTED = {
-    "drop": ("robust-c", ("drop", "gap"), 100.0),
-    "outliers": ("robust-o", ("AUPR",), 100.0),
-    "moved": ("robust-c", ("set moved", "first expert moved"), 1.0),
+    "drop": ("robust-c", "drop", 100.0),
+    "outliers": ("robust-o", "AUPR", 100.0),
+    "moved": ("robust-c", "set moved", 1.0),
 }
-"""Measure -> its record, the columns of `robust_tables` of which the first that exists counts, and a scale."""
+"""Measure -> its record without ".json", a column of `robust_tables`, and a scale."""

@@ -340,22 +340,18 @@ def test_figures_of_shifted_images(folder: Path) -> None:
         "results": rows,
         "routing": [{"top_k": 2, "layers": layers}],
     }
-    attacked = {"kind": "pgd", "results": [{"top_k": 2, "clean": 0.5, "attacked": 0.25, "layers": layers}]}
-    attacked["results"].append({"top_k": 1, "clean": 0.5, "attacked": 0.5, "layers": {"a": {"top1": 0.7}}})
     outliers = {"kind": "o", "results": [{"top_k": 2, "aupr": 0.625}]}
-    for name, record in (("c", corrupted), ("pgd", attacked), ("o", outliers)):
+    for name, record in (("c", corrupted), ("o", outliers)):
         file = folder / f"tiny/runs/ahead/seed-2/robust-{name}.json"
         file.write_text(json.dumps({**record, "protocol": {"top_k": [2]}}))
     comparison = read_comparison(folder / "tiny")
 
-    def of(name: str, **which: str) -> dict[int, float]:
-        return Measure(name, 2, **which).of(comparison, "ahead")
+    def of(name: str) -> dict[int, float]:
+        return Measure(name, 2).of(comparison, "ahead")
 
     assert of("drop") == {2: pytest.approx(20.0)}, "the clean accuracy minus the mean of the corrupted ones, in points"
     assert of("moved") == {2: pytest.approx(0.5)}
     assert of("outliers") == {2: pytest.approx(62.5)}
-    assert (of("drop", shift="robust-pgd"), of("moved", shift="robust-pgd")) == ({2: 25.0}, {2: pytest.approx(0.1)})
-    assert of("drop", shift="robust-a") == {}
     assert Measure("moved", 1).of(comparison, "ahead") == of("moved"), "recorded at the k of training alone"
     assert Measure("outliers", 1).of(comparison, "ahead") == {}, "it has routers: its figures hold at their own k"
     assert Measure("mixed entropy").of(comparison, "ahead") == Measure("entropy").of(comparison, "ahead")
