@@ -29,15 +29,14 @@ python -m tools.conformance --write docs/routers/conformance.md
 which reads the originals when it runs; none is in this repository. With `--originals FOLDER` it reads copies of their
 repositories (`FOLDER/owner+name`) at the same commits.
 
+The gates of transformers that have a router here ([all of them](../huggingface-compatibility.md)) are compared by
+`tests/library/hf/test_counterpart.py`: the same experts, and in float32 the same weights and gradients to 1e-5. The
+balance losses of Mixtral and Switch, and Switch's z-loss, are in `tests/library/hf/test_balance.py`.
+
 | spec | original | from | weights | losses | gradients |
 |---|---|---|---|---|---|
 """
-TAIL = """
-A difference that is not rounding has a reason: `Lfm2MoeTopKRouter` adds 1e-6 to the sum that it divides by.
-
-## Without a row
-
-"""
+TAIL = "\n## Without a row\n\n"
 EVERY = (*ROWS, *RELEASED)
 
 

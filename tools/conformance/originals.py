@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pointsman import RoutingContext, build_router
+from pointsman import build_router
 from pointsman.routers.frame.router import Router
 from pointsman.routing import Routing
 
-DIM, EXPERTS, K, TOKENS, VOCABULARY = 16, 8, 2, 96, 40
+DIM, EXPERTS, K, TOKENS = 16, 8, 2, 96
 
 
 @dataclass
@@ -57,21 +57,17 @@ def hidden_states() -> Tensor:
     return torch.randn(1, TOKENS, DIM, dtype=torch.float64, generator=generator)
 
 
-def ids() -> Tensor:
-    return torch.randint(VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(4))
-
-
 def ours(spec: str, k: int = K) -> Any:
     """Our router in float64; Any, as its stages have parameters of their own."""
     torch.manual_seed(1)
-    return build_router(spec, dim=DIM, num_experts=EXPERTS, top_k=k, vocab_size=VOCABULARY).double()
+    return build_router(spec, dim=DIM, num_experts=EXPERTS, top_k=k).double()
 
 
-def routed(router: Router, leaves: Mapping[str, Tensor], training: bool = True) -> Case:
+def routed(router: Router, leaves: Mapping[str, Tensor]) -> Case:
     """What our router says of the hidden states."""
     hidden = hidden_states().requires_grad_()
     torch.manual_seed(3)
-    routing: Routing = router.train(training)(hidden, RoutingContext(token_ids=ids()))
+    routing: Routing = router.train()(hidden)
     return Case(routing.dense_weights, routing.losses, {"hidden": hidden, **leaves})
 
 
@@ -134,13 +130,6 @@ def of_transformers(model_type: str, name: str, *arguments: Any, **settings: Any
             if tensor.is_floating_point():
                 tensor.copy_(torch.randn(tensor.shape, dtype=torch.float64) * (0.3 if tensor.dim() == 1 else 1))
     return built.double()
-
-
-def function_of_transformers(model_type: str, name: str) -> Any:
-    """A function of the module of a model type."""
-    module: Any = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    module.torch = TORCH
-    return getattr(module, name)
 
 
 class NotFetchedError(Exception):

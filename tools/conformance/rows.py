@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,17 +16,13 @@ from tools.conformance.originals import (
     DIM,
     EXPERTS,
     TOKENS,
-    VOCABULARY,
     Case,
     File,
     K,
     Row,
     beside,
     both,
-    function_of_transformers,
     hidden_states,
-    ids,
-    of_transformers,
     ours,
     routed,
     scattered,
@@ -42,75 +37,6 @@ DENSEMIXER = File("yaof20/DenseMixer", "5fa4cfd923eb0309c78e83058a651bbf9838906d
 DYNMOE = File(
     "LINs-lab/DynMoE", "49272326e794b24bbebe3a9c6df3c079b3dd887b", "EMoE/tutel/tutel/gates/gated_multi_gate_t.py"
 )
-
-
-Returned = tuple[Any, ...]
-
-
-def gate(
-    spec: str, model_type: str, name: str, *, k: int = K, weight: str = "weight", training: bool = True,
-    arguments: Callable[[Any], Returned] = lambda module: (), result: Callable[[Returned], Tensor] | None = None,
-    losses: Callable[[Returned], Mapping[str, Tensor]] = lambda returned: {}, **settings: Any,
-) -> Row:  # fmt: skip
-    """A gate of transformers. It returns its logits, weights and experts, or what `result` takes the weights from."""
-
-    def compare(originals: Path | None) -> tuple[Case, Case]:
-        torch.manual_seed(0)
-        theirs = of_transformers(model_type, name, **SIZES, num_experts_per_tok=k, moe_topk=k, **settings)
-        router = ours(spec, k)
-        score: Any = router.score
-        if "tid2eid" in dict(theirs.named_buffers()):
-            theirs.tid2eid.copy_(torch.rand(VOCABULARY, EXPERTS).topk(k).indices)
-            score.set_table(theirs.tid2eid)
-            score = score.gate
-        copied, scorer = theirs.get_parameter(weight), score.weight
-        leaves = [("weight", copied, scorer)]
-        bias = getattr(theirs.get_submodule(weight.rpartition(".")[0]), "bias", None)
-        if bias is not None:
-            leaves.append(("bias", bias, score.bias))
-        with torch.no_grad():
-            for _, one, other in leaves:
-                other.copy_(one)
-        for found in (*theirs.named_buffers(), *theirs.named_parameters()):
-            if "correction_bias" in found[0]:
-                router.select.bias.copy_(found[1].detach().flatten())
-        if name in WITH_BIAS:
-            router.select.bias.normal_()
-        hidden = hidden_states().requires_grad_()
-        given = WITH_BIAS.get(name, lambda router: ())(router)
-        flat = hidden if name in FOLDED else hidden[0]
-        found = theirs.train(training)(flat, *given, *arguments(theirs))
-        weights = result(found) if result else scattered(found[1], found[2], EXPERTS + len(router.virtual))
-        other = Case(weights, losses(found), {"hidden": hidden, **{n: a for n, a, _ in leaves}})
-        return routed(router, {n: b for n, _, b in leaves}, training), other
-
-    return Row(spec, name + (" and its losses" if "balance=1" in spec else ""), "transformers", compare)
-
-
-SIZES: dict[str, Any] = {
-    "hidden_size": DIM, "num_experts": EXPERTS, "num_local_experts": EXPERTS, "n_routed_experts": EXPERTS,
-    "vocab_size": VOCABULARY,
-}  # fmt: skip
-FOLDED = ("AfmoeTokenChoiceRouter", "SwitchTransformersTop1Router")  # take [B, T, dim]
-WITH_BIAS: Mapping[str, Callable[[Any], tuple[Any, ...]]] = {
-    "AfmoeTokenChoiceRouter": lambda router: (router.select.bias,),
-    "Lfm2MoeTopKRouter": lambda router: (router.select.bias,),
-}
-
-
-def switch_losses(returned: Returned) -> Mapping[str, Tensor]:
-    chosen, _, logits = returned
-    balance = function_of_transformers("switch_transformers", "load_balancing_loss_func")
-    z_loss = function_of_transformers("switch_transformers", "router_z_loss_func")
-    return {"balance": balance(torch.softmax(logits, -1), chosen.argmax(-1)), "z_loss": z_loss(logits)}
-
-
-def mixtral_loss(originals: Path | None) -> tuple[Case, Case]:
-    router = ours(f"smoe:bias=false:balance={K}")
-    hidden, weight = beside(router, router.score.weight)
-    loss = function_of_transformers("mixtral", "load_balancing_loss_func")((hidden[0] @ weight.T,), EXPERTS, K)
-    mine, other = both(router, hidden, weight, torch.zeros(()), {"balance": loss})
-    return replace(mine, weights=other.weights), other
 
 
 def megatron(spec: str, original: str, k: int = K, **options: Any) -> Row:
@@ -240,60 +166,6 @@ def dense_mixer(originals: Path | None) -> tuple[Case, Case]:
 GROUPED: dict[str, Any] = {"n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
 DEEPSEEK = "loss-free:groups=4:kept=2:scale=2.5"
 ROWS: tuple[Row, ...] = (
-    gate("smoe:bias=false", "mixtral", "MixtralTopKRouter"),
-    Row(f"smoe:bias=false:balance={K}", "load_balancing_loss_func (Mixtral)", "transformers", mixtral_loss),
-    gate("smoe:bias=false:renormalize=false", "olmoe", "OlmoeTopKRouter", norm_topk_prob=False),
-    gate("smoe:bias=false", "qwen3_moe", "Qwen3MoeTopKRouter", norm_topk_prob=True),
-    gate("smoe:bias=false:renormalize=false", "qwen2_moe", "Qwen2MoeTopKRouter", norm_topk_prob=False),
-    gate("smoe:bias=false:renormalize=false", "jamba", "JambaTopKRouter"),
-    gate("smoe:bias=false", "granitemoe", "GraniteMoeTopKRouter"),
-    gate("smoe:bias=false", "minimax", "MiniMaxTopKRouter"),
-    gate("smoe", "gpt_oss", "GptOssTopKRouter"),
-    gate("smoe:bias=false", "hunyuan_v1_moe", "HunYuanMoEV1Gate", weight="wg.weight"),
-    gate("smoe:gate=sigmoid:bias=false:renormalize=false", "llama4_text", "Llama4Router", result=lambda one: one[0]),
-    gate(
-        "switch:bias=false:balance=1:z_loss=1", "switch_transformers", "SwitchTransformersTop1Router", k=1,
-        weight="classifier.weight", result=lambda found: (found[0] * found[1])[0], losses=switch_losses,
-        expert_capacity=TOKENS, router_jitter_noise=0.0,
-    ),
-    gate(
-        "gshard:second=all:balance=0", "nllb-moe", "NllbMoeTop2Router", weight="classifier.weight",
-        result=lambda found: found[1], expert_capacity=TOKENS, second_expert_policy="all",
-        normalize_router_prob_before_dropping=True, batch_prioritized_routing=False, router_bias=False,
-        router_dtype="float32", moe_eval_capacity_token_fraction=1.0,
-    ),
-    gate(
-        "loss-free:gate=softmax:groups=4:kept=2:group_score=max:renormalize=false:scale=2.5", "deepseek_v2",
-        "DeepseekV2TopkRouter", topk_method="group_limited_greedy", **GROUPED,
-    ),
-    gate(DEEPSEEK, "deepseek_v3", "DeepseekV3TopkRouter", **GROUPED),
-    gate(DEEPSEEK, "glm4_moe", "Glm4MoeTopkRouter", **GROUPED),
-    gate(DEEPSEEK, "bailing_hybrid", "BailingHybridTopkRouter", **GROUPED),
-    gate(DEEPSEEK, "dots1", "Dots1TopkRouter", **GROUPED),
-    gate(DEEPSEEK, "solar_open", "SolarOpenTopkRouter", **GROUPED),
-    gate(
-        "loss-free:gate=sqrtsoftplus:scale=1.5", "deepseek_v4", "DeepseekV4TopKRouter", scoring_func="sqrtsoftplus",
-        routed_scaling_factor=1.5,
-    ),
-    gate(
-        "hash:columns=2:gate=sqrtsoftplus:scale=1.5", "deepseek_v4", "DeepseekV4HashRouter",
-        scoring_func="sqrtsoftplus", routed_scaling_factor=1.5, arguments=lambda module: (ids(),),
-    ),
-    gate("loss-free:gate=softmax", "ernie4_5_moe", "Ernie4_5_MoeTopKRouter", moe_norm_min=1e-12),
-    gate("loss-free:scale=2", "afmoe", "AfmoeTokenChoiceRouter", weight="gate.weight", route_scale=2.0),
-    gate(
-        "loss-free", "lfm2_moe", "Lfm2MoeTopKRouter", norm_topk_prob=True, routed_scaling_factor=1.0,
-        use_expert_bias=True,
-    ),
-    gate(
-        "loss-free:gate=softmax:nulls=4:kind=copy:renormalize=false:scale=6", "longcat_flash",
-        "LongcatFlashTopkRouter", weight="classifier.weight", zero_expert_num=4, routed_scaling_factor=6.0,
-        router_bias=False,
-    ),
-    gate(
-        "sparsemixer:bias=false:r=0.01", "phimoe", "PhimoeTopKRouter", training=False, router_jitter_noise=0.01,
-        input_jitter_noise=0.0,
-    ),
     megatron("smoe:bias=false:balance=1:z_loss=1", "topk_routing…, switch and z losses", balanced=True),
     megatron("smoe:bias=false:renormalize=false", "topk_routing…, pre-softmax", use_pre_softmax=True),
     megatron(DEEPSEEK, "topk_routing…, sigmoid, bias and groups", 4, score_function="sigmoid", bias=True, num_groups=4,

@@ -23,6 +23,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from transformers.models.switch_transformers import modeling_switch_transformers as switch
 
 import pointsman
 from pointsman import hf
@@ -136,6 +137,19 @@ def test_like_transformers_is_their_value() -> None:
     hf.balance(model, like="transformers")
     found = model(IDS, attention_mask=mask, labels=IDS).aux_loss
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_the_losses_of_a_router_are_those_of_transformers() -> None:
+    hidden = torch.randn(1, 90, 32, generator=torch.Generator().manual_seed(3))
+    for spec, k in (("smoe:bias=false:balance=2", 2), ("switch:bias=false:balance=1:z_loss=1", 1)):
+        router = pointsman.build_router(spec, dim=32, num_experts=8, top_k=k).eval()
+        routing, logits = router(hidden), hidden @ router.score.weight.T
+        if k == 2:
+            wanted = {"balance": load_balancing_loss_func((logits[0],), 8, k)}
+        else:
+            balance = switch.load_balancing_loss_func(torch.softmax(logits, -1), logits.argmax(-1))
+            wanted = {"balance": balance, "z_loss": switch.router_z_loss_func(logits)}
+        torch.testing.assert_close(routing.losses, wanted)
 
 
 def test_like_transformers_with_a_mask_of_the_encoder_alone() -> None:

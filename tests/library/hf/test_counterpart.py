@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
 import pointsman
 from pointsman import hf
@@ -20,7 +21,7 @@ from pointsman.hf.counterpart import (
     same_forward,
     virtual_experts_of,
 )
-from pointsman.hf.gates import Gate, find_gates, survey
+from pointsman.hf.gates import Gate, find_gates, run_gate, survey
 from pointsman.hf.layouts import first_k
 from pointsman.routers.frame.registry import build_router
 from pointsman.routing import RoutingContext
@@ -128,17 +129,32 @@ def test_the_spec_with_the_gates_weights_routes_like_the_gate(name: str) -> None
     real = gate.num_experts - virtual_experts_of(gate)
     k = first_k(gate.module, gate.block, gate.form)
     router = load_gate(build_router(spec, dim=gate.dim, num_experts=real, top_k=k), gate)
-    hidden = torch.randn(100, gate.dim, generator=torch.Generator().manual_seed(3))
+    hidden = torch.randn(100, gate.dim, generator=torch.Generator().manual_seed(3)).requires_grad_()
     expected = routed_by(gate, hidden)
-    with torch.no_grad():
-        routing = router.eval()(hidden)
-    found = routing.dense_weights
+    found = router.eval()(hidden).dense_weights
     assert torch.equal(found > 0, expected > 0)
     assert torch.allclose(found, expected, rtol=1e-6, atol=1e-6)
+    of_hidden, of_weight = gradients(found, hidden, router.score.weight)
+    wanted = gradients(differentiable(gate, hidden), hidden, gate.module.get_submodule(gate.form.owner).weight)
+    torch.testing.assert_close(of_hidden, wanted[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(of_weight * gate.form.multiplier, wanted[1], rtol=1e-5, atol=1e-6)
     hf.replace_routers(model, spec)
     found = routed_by(gate, hidden)
     assert torch.equal(found > 0, expected > 0)
     assert torch.allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def differentiable(gate: Gate, hidden: Tensor) -> Tensor:
+    """What `routed_by` gives, with gradients."""
+    output, _ = run_gate(gate.module, hidden, gate.arguments(len(hidden)))
+    _, weights, experts = (one.reshape(len(hidden), -1) for one in gate.routed(output))
+    return torch.zeros(len(hidden), gate.num_experts + 1).scatter(1, experts.long() + 1, weights)[:, 1:]
+
+
+def gradients(weights: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+    """Of a fixed sum of combine weights."""
+    factors = torch.linspace(-1, 1, weights.numel()).view(weights.shape)
+    return torch.autograd.grad((weights * factors).sum(), leaves)
 
 
 def gates_of(model: Any) -> list[Gate]:
@@ -215,10 +231,11 @@ def test_the_tables_of_deepseek_v4_are_hash_routers_of_k_columns(
     specs = [counterpart(gate) for gate in (table, others[0])]
     assert specs == ["hash:columns=2:gate=sqrtsoftplus:scale=1.5", SPECS["deepseek_v4"]]
     plain = build_router(str(specs[0]), dim=table.dim, num_experts=8, top_k=2, vocab_size=96)
-    hidden = torch.randn(90, table.dim, generator=torch.Generator().manual_seed(3))
+    hidden = torch.randn(90, table.dim, generator=torch.Generator().manual_seed(3)).requires_grad_()
     routing = load_gate(plain, table).eval()(hidden[None], RoutingContext(token_ids=torch.arange(90)[None]))
-    found = torch.zeros(90, 8).scatter(1, routing.experts, routing.weights.detach())
-    assert torch.allclose(found, routed_by(table, hidden), rtol=1e-6, atol=1e-6)
+    found, expected = routing.dense_weights, differentiable(table, hidden)
+    assert torch.allclose(found, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gradients(found, hidden), gradients(expected, hidden), rtol=1e-5, atol=1e-6)
     named = [str(counterpart(gate)) for gate in (table, *others)]
     assert named == [specs[0]] + [specs[1]] * 3
     with pytest.raises(ValueError, match="DeepseekV4HashRouter chooses experts by token id, from a table of 2"):
