@@ -28,7 +28,7 @@ from sequences import MIXERS, ROUTERS
 import pointsman
 from pointsman import MoE
 from pointsman.diagnostics.monitor import RoutingMonitor
-from pointsman_lab.runs.checkpoints import write_folder
+from pointsman_lab.runs.checkpoints import prune, write_folder
 
 GROWTH = 3 << 20  # bytes that may be added: the allocator's own
 OBJECTS = 300
@@ -151,7 +151,8 @@ def monitoring(router: str, folder: Path) -> Iterator[None]:
 
 def checkpoints(router: str, folder: Path) -> Iterator[None]:
     for step in range(1, 10**9):
-        write_folder(folder / "checkpoints", step, {"model.safetensors": bytes(1000)}, {"config": {}}, keep=2)
+        write_folder(folder / "checkpoints", step, {"model.safetensors": bytes(1000)}, {"config": {}})
+        prune(folder / "checkpoints", step, keep=2)
         yield
 
 

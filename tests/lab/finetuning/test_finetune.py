@@ -330,6 +330,6 @@ def test_weights_that_many_ranks_wrote_have_an_identity(tmp_path: Path) -> None:
         (folder / "manifest.json").write_text(json.dumps({"files": named}))
         return identity(SimpleNamespace(path=tmp_path, step=7))["sha256"]  # type: ignore[arg-type]
 
-    assert told(**{"model.safetensors": "ab", "best.safetensors": "x", "state.json": "y"}) == "ab"
+    assert told(**{"model.safetensors": "ab", "state.json": "y"}) == "ab"
     parts = {"model__shard-1.safetensors": "ab", "model__shard-2.safetensors": "cd"}
     assert told(**parts) == told(**parts, trainer__x="z") != told(**{**parts, "model__shard-2.safetensors": "ce"})

@@ -42,13 +42,14 @@ def test_what_is_no_json_is_refused_by_name(tmp_path: Path, name: str, content: 
 def test_a_kill_while_old_checkpoints_go_leaves_none_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2):
         write_folder(tmp_path, step, {"model.safetensors": b"x"}, {})
+    write_folder(tmp_path, 3, {"model.safetensors": b"x"}, {})
 
     def killed(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
-        write_folder(tmp_path, 3, {"model.safetensors": b"x"}, {}, keep=1)
+        prune(tmp_path, 3, keep=1)
     monkeypatch.undo()
     for step in steps_of(tmp_path):
         open_checkpoint(tmp_path / f"step-{step}")
@@ -63,4 +64,5 @@ def test_pruning_keeps_the_checkpoint_that_is_used(tmp_path: Path) -> None:
     prune(tmp_path, 2, keep=1)  # step-3 is damaged, say
     assert steps_of(tmp_path) == [3, 2]
     prune(tmp_path, 3, keep=0)
+    prune(tmp_path, 3, keep=1, spare=2)
     assert steps_of(tmp_path) == [3, 2]

@@ -24,6 +24,7 @@ from pointsman_lab.runs.checkpoints import (
     CheckpointError,
     last_checkpoint,
     open_checkpoint,
+    prune,
     steps_of,
     whole_checkpoint,
 )
@@ -79,7 +80,8 @@ def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
     for name in others:
         (tmp_path / name).mkdir()
     for step in (1, 2, 10, 11):
-        write_checkpoint(tmp_path, step, some(), {}, keep=2)
+        write_checkpoint(tmp_path, step, some(), {})
+        prune(tmp_path, step, 2)
     assert steps_of(tmp_path) == [11, 10]
     assert {entry.name for entry in tmp_path.iterdir()} == {"step-10", "step-11", *others}
     assert steps_of(tmp_path / "nowhere") == []
@@ -89,7 +91,8 @@ def test_what_was_passed_over_neither_stays_nor_pushes_others_out(tmp_path: Path
     for step in (9, 12):
         write_checkpoint(tmp_path, step, some(), {})
     for step in (3, 4, 10):
-        write_checkpoint(tmp_path, step, some(), {}, keep=1)
+        write_checkpoint(tmp_path, step, some(), {})
+        prune(tmp_path, step, 1)
         assert steps_of(tmp_path) == [step]
     assert {entry.name for entry in tmp_path.iterdir()} == {"step-10", "passed-over-step-9", "passed-over-step-12"}
 
@@ -276,7 +279,7 @@ def test_a_full_or_closed_disk_gives_one_line_and_loses_nothing(
 
     monkeypatch.setattr(module, "write_synced", failing)
     with pytest.raises(ValueError, match="step-2 was not written; what was saved before is untouched") as caught:
-        write_checkpoint(tmp_path, 2, some(), {}, keep=1)
+        write_checkpoint(tmp_path, 2, some(), {})
     assert "\n" not in str(caught.value)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-1"]
     open_checkpoint(tmp_path / "step-1")

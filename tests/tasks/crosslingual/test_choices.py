@@ -89,16 +89,27 @@ def test_the_best_english_validation_chooses_and_a_stopped_run_chooses_the_same(
         found = finetune(run, choosing(), out=out)
         assert found.evaluation["chosen_step"] == whole.evaluation["chosen_step"]
         assert found.evaluation["results"] == whole.evaluation["results"]
-        for name in ("model", "best", "trainer"):
-            one, other = (load_file(each / f"checkpoints/step-10/{name}.safetensors") for each in (out, whole.out))
+        for name in (f"step-{best['step']}/model", "step-10/model", "step-10/trainer"):
+            one, other = (load_file(each / f"checkpoints/{name}.safetensors") for each in (out, whole.out))
             assert one.keys() == other.keys()
             assert all(torch.equal(one[key], other[key]) for key in one)
-    chosen = load_finetuned(tmp_path / "whole").model.state_dict()
-    kept = load_file(tmp_path / "whole/checkpoints/step-10/best.safetensors")
-    assert all(torch.equal(chosen[name], tensor) for name, tensor in kept.items())
+    chosen = load_finetuned(tmp_path / "whole")
+    assert chosen.step == best["step"] < 10
+    kept = load_file(tmp_path / f"whole/checkpoints/step-{chosen.step}/model.safetensors")
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in chosen.model.state_dict().items() if name in kept)
     same = load_file(tmp_path / "last/checkpoints/step-10/model.safetensors")
     trained = load_file(tmp_path / "whole/checkpoints/step-10/model.safetensors")
     assert all(torch.equal(same[name], tensor) for name, tensor in trained.items())  # choosing changes no step
+
+
+def test_a_run_whose_chosen_weights_are_lost_trains_them_again(run: Path, tmp_path: Path) -> None:
+    whole, out, stop = finetune(run, choosing(), out=tmp_path / "whole"), tmp_path / "stopped", StopAfter(10)
+    with pytest.raises(Interrupted):
+        finetune(run, choosing(), out=out, progress=stop, stop=stop)  # type: ignore[arg-type]
+    (out / f"checkpoints/step-{whole.evaluation['chosen_step']}/model.safetensors").write_bytes(b"")
+    with pytest.raises(RunError, match=r"damaged: model.safetensors"):
+        load_finetuned(out)
+    assert finetune(run, choosing(), out=out).evaluation["results"] == whole.evaluation["results"]
 
 
 def test_pre_training_is_not_chosen(run: Path, data: Path, tmp_path: Path) -> None:

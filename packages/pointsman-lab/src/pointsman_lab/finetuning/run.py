@@ -19,14 +19,14 @@ from pointsman_lab.finetuning.task import FineTuning
 from pointsman_lab.progress import Monitor, Progress, Quiet, Stop
 from pointsman_lab.registry import learner
 from pointsman_lab.runs import paths
-from pointsman_lab.runs.checkpoints import checksums, open_checkpoint, whole_checkpoint
+from pointsman_lab.runs.checkpoints import checksums
 from pointsman_lab.runs.comparison import required_plan, saved_runs
 from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.runs.paths import EVALUATION, FINETUNE, REPEAT, run_path
 from pointsman_lab.training.compare import default_jobs
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.jobs import Hosts, Work, do_all
-from pointsman_lab.training.run import Run, load_run, model_of, vocabulary_of
+from pointsman_lab.training.run import Run, load_run, model_of, used_checkpoint, vocabulary_of
 from pointsman_lab.training.state import Interrupted
 from pointsman_lab.training.trainer import TrainResult, train
 
@@ -153,10 +153,7 @@ def load_finetuned(
     about = directory.read_json(FINETUNE)
     if about is None or about.get("format") != FORMAT:
         raise RunError(f"{directory.path} is no fine-tuned run: it has no whole {FINETUNE}")
-    if step is None:
-        checkpoint = whole_checkpoint(directory.checkpoints, note)
-    else:
-        checkpoint = open_checkpoint(directory.checkpoints / f"step-{step}")
+    checkpoint = used_checkpoint(directory, config, step, note)
     settings = _settings_of(about)
     name = settings.kind.path(settings.task).rstrip("/").rpartition("/")[2]
 

@@ -45,8 +45,8 @@ class Checkpoint:
     aliases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # file -> tensor -> its stored name
 
 
-def write_folder(folder: Path, step: int, files: Mapping[str, bytes], state: Mapping[str, Any], keep: int = 0) -> Path:
-    """Writes `folder/step-N` and removes the oldest checkpoints until `keep` are left (0 = removes none).
+def write_folder(folder: Path, step: int, files: Mapping[str, bytes], state: Mapping[str, Any]) -> Path:
+    """Writes `folder/step-N`.
 
     Checkpoints of later steps are renamed to `passed-over-step-M`: the run that saves step N has rejected them.
     """
@@ -57,7 +57,7 @@ def write_folder(folder: Path, step: int, files: Mapping[str, bytes], state: Map
             for name, content in files.items():
                 write_synced(aside / name, content)
                 described[name] = _described(content)
-            return complete_folder(folder, step, aside, described, state, keep)
+            return complete_folder(folder, step, aside, described, state)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
@@ -84,7 +84,6 @@ def complete_folder(
     aside: Path,
     described: Mapping[str, Mapping[str, Any]],
     state: Mapping[str, Any],
-    keep: int,
     rest: Mapping[str, Any] = MappingProxyType({"format": FORMAT}),
 ) -> Path:
     """Adds state.json and the manifest to the synced files in `aside`, and names the whole `folder/step-N`."""
@@ -104,7 +103,6 @@ def complete_folder(
         passed_over = folder / f"passed-over-step-{later}"
         shutil.rmtree(passed_over, ignore_errors=True)
         (folder / f"step-{later}").rename(passed_over)
-    prune(folder, step, keep)
     return target
 
 
@@ -112,12 +110,12 @@ def _described(content: bytes) -> dict[str, Any]:
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def prune(folder: Path, step: int, keep: int) -> None:
-    """Removes the oldest checkpoints before `step` until, with it, `keep` are left (0 = removes none)."""
-    if keep:
-        for old in [other for other in steps_of(folder) if other < step][keep - 1 :]:
-            # renamed first: a kill must leave no part of one called step-N
-            (folder / f"step-{old}").rename(Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=folder)) / "old")
+def prune(folder: Path, step: int, keep: int, spare: int | None = None) -> None:
+    """Removes the oldest checkpoints before `step`, but not `spare`, until `keep` are left (0 = removes none)."""
+    with disk_errors(folder, "old checkpoints were not removed"):
+        for old in [other for other in steps_of(folder) if other < step][keep - 1 :] if keep else ():
+            if old != spare:  # renamed first: a kill must leave no part of one called step-N
+                (folder / f"step-{old}").rename(Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=folder)) / "old")
         remove_leftovers(folder)
 
 

@@ -26,10 +26,10 @@ Files = Mapping[str, Mapping[str, Tensor]]
 """The tensors of a checkpoint: file name without its ending -> tensor name -> tensor."""
 
 
-def write_checkpoint(folder: Path, step: int, files: Files, state: Mapping[str, Any], keep: int = 0) -> Path:
+def write_checkpoint(folder: Path, step: int, files: Files, state: Mapping[str, Any]) -> Path:
     """Writes the checkpoint `folder/step-N`; tensors that share storage are stored once. Else as `write_folder`."""
     packed = {f"{name}.safetensors": _packed(tensors) for name, tensors in files.items()}
-    return write_folder(folder, step, packed, state, keep)
+    return write_folder(folder, step, packed, state)
 
 
 def checkpoint_tensors(checkpoint: Checkpoint, name: str, only: Collection[str] | None = None) -> dict[str, Tensor]:
@@ -169,15 +169,15 @@ def _packed(tensors: Mapping[str, Tensor]) -> bytes:
     return safetensors.torch.save(kept, metadata=metadata)
 
 
-def fitting_model(build: Callable[[], Any], layers: int, checkpoint: Checkpoint, file: str = "model") -> Any:
-    """What `build` makes, with the weights of a checkpoint's file, whose names and shapes are compared first.
+def fitting_model(build: Callable[[], Any], layers: int, checkpoint: Checkpoint) -> Any:
+    """What `build` makes, with the weights of a checkpoint, whose names and shapes are compared first.
 
     The settings that `build` follows may be a stranger's: they must not ask for more memory than their weights take.
 
     Raises:
         CheckpointError: the weights are another model's.
     """
-    stored = stored_tensors(checkpoint, file)
+    stored = stored_tensors(checkpoint, "model")
     if layers > len(stored):
         wrong: str | None = f"it has {len(stored)} tensors, its settings {layers:,} layers"
     else:
@@ -186,18 +186,18 @@ def fitting_model(build: Callable[[], Any], layers: int, checkpoint: Checkpoint,
     if wrong:
         raise CheckpointError(f"checkpoint {checkpoint.path} is foreign: {wrong}")
     model = build()
-    load_weights(model, checkpoint, file)
+    load_weights(model, checkpoint)
     return model
 
 
-def load_weights(model: nn.Module, checkpoint: Checkpoint, file: str = "model") -> None:
-    """Puts a checkpoint's weights, those of one of its files, into a model of the same settings.
+def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Puts a checkpoint's weights into a model of the same settings.
 
     Raises:
         CheckpointError: they belong to another model.
     """
     try:
-        model.load_state_dict(checkpoint_tensors(checkpoint, file))
+        model.load_state_dict(checkpoint_tensors(checkpoint, "model"))
     except RuntimeError as error:
         first = str(error).splitlines()[1:2]
         told = first[0].strip() if first else str(error)

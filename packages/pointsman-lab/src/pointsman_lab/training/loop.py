@@ -5,18 +5,19 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from pointsman._errors import Stopped
 from pointsman_lab._files import within, write_whole
 from pointsman_lab.evaluation.passes import AgreedStop, EvaluationContext, each_its_own
 from pointsman_lab.progress import Monitor, Progress, Stop
+from pointsman_lab.runs.checkpoints import open_checkpoint, prune
 from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.runs.paths import EVALUATION, METRICS
 from pointsman_lab.runs.record import MetricsFile, label
-from pointsman_lab.training.best import FILE, Best
-from pointsman_lab.training.checkpoint import write_checkpoint
+from pointsman_lab.training.best import chosen_step, validated_k
+from pointsman_lab.training.checkpoint import load_weights, write_checkpoint
 from pointsman_lab.training.kernels import autocast
 from pointsman_lab.training.sharded import Saver
 from pointsman_lab.training.state import Diverged, Interrupted, TrainingState
@@ -56,7 +57,6 @@ class TrainingLoop:
     def __init__(
         self,
         state: TrainingState,
-        best: Best | None,
         directory: RunDirectory,
         here: Mapping[str, Any],
         monitor: Monitor | None,
@@ -64,7 +64,6 @@ class TrainingLoop:
         stop: Stop | None,
     ) -> None:
         self.config, self.state, self.directory, self.here = state.config, state, directory, here
-        self.best = best
         self.monitor, self.progress, self.stop = monitor, progress, stop
         self.ranks = state.ranks
         self.trackers: list[TensorBoard | Library] = []
@@ -100,9 +99,6 @@ class TrainingLoop:
             if self._due(config.validate_every) and (top_k := self.ranks.by_first(self._not_validated)):
                 self.validate(top_k)
             if state.step == config.steps:
-                if self.best and self.saved == state.step:  # this step's validation came after its checkpoint
-                    self.saved = -1
-                    self.save()
                 return
             with self.times:
                 due = (state.step + 1) % config.log_every == 0 or state.step + 1 == config.steps
@@ -110,7 +106,8 @@ class TrainingLoop:
                     row = state.train_step(self.monitor, self.stop)
                 self._tell(row, due)
             stopping = self._stopping()  # asked once: what is not saved now is not called saved below
-            if stopping or self._due(config.checkpoint_every):
+            chooses = config.choose != "last" and self._due(config.validate_every)
+            if stopping or chooses or self._due(config.checkpoint_every):
                 self.save()
             if stopping:
                 self._wait_for_save()
@@ -143,7 +140,7 @@ class TrainingLoop:
         A run that is killed while it writes has the lines of some k only.
         """
         wanted = {min(self.config.eval_top_k), max(self.config.eval_top_k)}
-        wanted |= {self.best.top_k} if self.best else set()
+        wanted |= {validated_k(self.config)} if self.config.choose != "last" else set()
         assert self.metrics
         rows = (row for row in self.metrics.rows if row["kind"] == "valid" and row["step"] == self.state.step)
         return sorted(wanted - {row.get("top_k") for row in rows})
@@ -161,13 +158,13 @@ class TrainingLoop:
              "metric": result["metric"], "value": result["value"]}
             for result in results
         )  # fmt: skip
-        if self.best and self.metrics:
-            self.best.consider(self.metrics.rows, self.state.step)
         self.progress.phase("train", self.config.steps, self.state.step)
 
     def evaluate(self) -> Mapping[str, Any]:
-        """The final evaluation, of the last step's weights, at every k."""
-        with self._saving_if_stopped(), self.best.in_place() if self.best else nullcontext():
+        """The final evaluation, of the last or the chosen step's weights, at every k."""
+        if (chosen := self._chosen()) != self.state.step:
+            load_weights(self.state.model, open_checkpoint(self.directory.checkpoints / f"step-{chosen}"))
+        with self._saving_if_stopped():
             results = self._evaluated(self.state.task.reported_split(self.config), self.config.eval_top_k, final=True)
             self._wait_for_save()
             return self.ranks.by_first(lambda: self._report(results))
@@ -178,8 +175,8 @@ class TrainingLoop:
         assert self.metrics
         self.directory.check_kept()
         record = task.record(model, config, self.state.step, results, self.metrics.rows)
-        if self.best:
-            record["chosen_step"] = self.best.step
+        if config.choose != "last":
+            record["chosen_step"] = self._chosen()
         self.metrics.sync()  # the evaluation says that the run is finished: no row is made up after it
         for name, content in task.result_files(config).items():
             write_whole(within(self.directory.path, *name.split("/")), content)
@@ -214,16 +211,18 @@ class TrainingLoop:
             "environment": dict(self.here),
         }
         tensors = self.state.tensors(self.monitor)
-        if self.best and self.best.step is not None:
-            tensors, description = tensors | self.best.files(), description | {FILE: self.best.step}
         keep = self.config.keep_checkpoints
         self.ranks.by_first(lambda: self.metrics.sync() if self.metrics else None)
         folder, step = self.directory.checkpoints, self.state.step
         if self.saver:
             self.saver.save(folder, step, self.state.model, tensors, description, keep)
         else:
-            write_checkpoint(folder, step, tensors, description, keep)
+            write_checkpoint(folder, step, tensors, description)
+            prune(folder, step, keep, self._chosen())
         self.saved = step
+
+    def _chosen(self) -> int:
+        return chosen_step(self.directory, self.config, self.state.step)
 
     def _wait_for_save(self) -> None:
         if self.saver:

@@ -18,7 +18,7 @@ from pointsman_lab.runs.checkpoints import Checkpoint, open_checkpoint, whole_ch
 from pointsman_lab.runs.comparison import read_plan, saved_runs
 from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.runs.paths import VOCABULARY, run_path
-from pointsman_lab.training import best
+from pointsman_lab.training.best import chosen_step
 from pointsman_lab.training.checkpoint import fitting_model
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.kernels import autocast
@@ -78,6 +78,8 @@ def load_run(
 ) -> Run:
     """Opens a run directory: the weights of its last whole checkpoint, or of the one at `step`.
 
+    With choose="best-valid" those that its validations chose up to the last one.
+
     Args:
         note: told of damaged checkpoints that were passed over.
 
@@ -87,12 +89,19 @@ def load_run(
     """
     directory = RunDirectory(path)
     config = directory.config(RunConfig)
-    if step is None:
-        checkpoint = whole_checkpoint(directory.checkpoints, note)
-    else:
-        checkpoint = open_checkpoint(directory.checkpoints / f"step-{step}")
+    checkpoint = used_checkpoint(directory, config, step, note)
     model = model_of(checkpoint, config, device)
     return Run(directory.path, config, checkpoint.step, model, vocabulary_of(directory, checkpoint))
+
+
+def used_checkpoint(
+    directory: RunDirectory, config: RunConfig, step: int | None, note: Callable[[str], None] | None
+) -> Checkpoint:
+    """The checkpoint at `step`; None: the last whole one, or the one that the validations up to it chose."""
+    last = whole_checkpoint(directory.checkpoints, note) if step is None else None
+    if last:
+        step = chosen_step(directory, config, last.step)
+    return last if last and step == last.step else open_checkpoint(directory.checkpoints / f"step-{step}")
 
 
 def vocabulary_of(directory: RunDirectory, checkpoint: Checkpoint) -> Any:
@@ -108,13 +117,9 @@ def vocabulary_of(directory: RunDirectory, checkpoint: Checkpoint) -> Any:
 
 
 def model_of(checkpoint: Checkpoint, config: RunConfig, device: str, build: Callable[[], Any] | None = None) -> Any:
-    """The model of a checkpoint (`build` makes it; default: that of its settings), in evaluation mode.
-
-    With choose="best-valid" its weights are the chosen ones.
-    """
-    chosen = config.choose != "last" and (checkpoint.path / f"{best.FILE}.safetensors").is_file()
+    """The model of a checkpoint (`build` makes it; default: that of its settings), in evaluation mode."""
     build = build or partial(build_model, config.model)
-    model = fitting_model(build, config.model.num_layers, checkpoint, best.FILE if chosen else "model")
+    model = fitting_model(build, config.model.num_layers, checkpoint)
     return model.to(torch.device(device)).eval()
 
 

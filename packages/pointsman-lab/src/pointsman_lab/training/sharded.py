@@ -24,7 +24,7 @@ from pointsman._errors import RunError
 from pointsman.ops.exchange import local_part
 from pointsman.ranks import Ranks
 from pointsman_lab._files import checksum
-from pointsman_lab.runs.checkpoints import SHARDED, Checkpoint, begin_folder, complete_folder, writing
+from pointsman_lab.runs.checkpoints import SHARDED, Checkpoint, begin_folder, complete_folder, prune, writing
 from pointsman_lab.training.checkpoint import Files, checkpoint_tensors, read_into, stored_tensors
 
 if TYPE_CHECKING:
@@ -48,7 +48,10 @@ class Saver:
     def save(
         self, folder: Path, step: int, model: nn.Module, files: Files, state: Mapping[str, Any], keep: int
     ) -> None:
-        """Begins to write `folder/step-N`, after the checkpoint before it is whole; else as `write_folder`."""
+        """Begins to write `folder/step-N`, after the checkpoint before it is whole; else as `write_folder`.
+
+        The oldest are removed until `keep` are left (0 = removes none).
+        """
         self.wait()
         self.ranks.agree(_replicated(files["model"]), "what every rank holds whole")
         aliases = {"model": _aliases(model, files["model"])}
@@ -90,7 +93,8 @@ class Saver:
 
             def complete() -> None:
                 with writing(folder, step):
-                    complete_folder(folder, step, aside, described, state, keep, rest)
+                    complete_folder(folder, step, aside, described, state, rest)
+                prune(folder, step, keep)
 
             ranks.by_first(complete)
         except BaseException:

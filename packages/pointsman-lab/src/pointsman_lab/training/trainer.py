@@ -17,11 +17,18 @@ from pointsman.ranks import ALONE, Ranks
 from pointsman_lab._files import alone, write_whole
 from pointsman_lab.processes import one_after_another
 from pointsman_lab.progress import Monitor, Progress, Quiet, Stop
-from pointsman_lab.runs.checkpoints import Checkpoint, last_checkpoint, prune, remove_leftovers
+from pointsman_lab.runs.checkpoints import (
+    Checkpoint,
+    CheckpointError,
+    last_checkpoint,
+    open_checkpoint,
+    prune,
+    remove_leftovers,
+)
 from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.runs.environment import differing_bits, environment
 from pointsman_lab.runs.paths import ENVIRONMENT, EVALUATION, VOCABULARY
-from pointsman_lab.training.best import Best
+from pointsman_lab.training.best import check_choice, chosen_step
 from pointsman_lab.training.checkpoint import misfit, stored_tensors
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.kernels import check_kernels, deterministic_algorithms
@@ -94,7 +101,7 @@ def train(
     # before anything is written: checks all settings
     check_kernels(config, torch.device(device))
     state = TrainingState(config, task, torch.device(device), ranks=ranks, layout=layout)
-    best = Best(state.model, config, task, ranks) if config.choose != "last" else None
+    check_choice(config, task, ranks)
     watch = monitor(state.model, config.observe_every, config.seed) if monitor and state.sparse else None
     ranks.by_first(lambda: directory.check(config, resume=resume))  # before a lock is left in somebody else's folder
     for name in config.track:
@@ -116,9 +123,7 @@ def train(
         ranks.by_first(lambda: _write_description(directory, task, here))
         held.enter_context(using(config.kernels))
         held.enter_context(deterministic_algorithms(config.deterministic))
-        run = held.enter_context(TrainingLoop(state, best, directory, here, watch, progress, stop))
-        if best and checkpoint and run.metrics:
-            best.restore(checkpoint, run.metrics.rows, state.step)
+        run = held.enter_context(TrainingLoop(state, directory, here, watch, progress, stop))
         run.loop()
         return TrainResult(directory.path, state.step, run.evaluate())
 
@@ -155,6 +160,11 @@ def _restored(
     def foreign(checkpoint: Checkpoint) -> str | None:
         if checkpoint.state.get("data") != state.task.fingerprint:
             return "it was trained on other data (the files have changed)"
+        if (chosen := chosen_step(directory, state.config, checkpoint.step)) != checkpoint.step:
+            try:
+                open_checkpoint(directory.checkpoints / f"step-{chosen}")
+            except CheckpointError as error:
+                return f"the weights that its validations chose are lost: {error}"
         return misfit(state.model, stored_tensors(checkpoint, "model"))
 
     def find() -> Checkpoint | None:
@@ -166,8 +176,8 @@ def _restored(
         progress.note(f"{directory.path}: there is no whole checkpoint, so the run begins at step 0")
         return None
     ranks.each(lambda: state.restore(found, monitor))
-    keep = state.config.keep_checkpoints  # a kill may have come before it
-    ranks.by_first(lambda: prune(directory.checkpoints, found.step, keep))
+    keep, chosen = state.config.keep_checkpoints, chosen_step(directory, state.config, found.step)
+    ranks.by_first(lambda: prune(directory.checkpoints, found.step, keep, chosen))  # a kill may have come before it
     if found.step < state.config.steps:
         progress.note(f"{directory.path} goes on after step {found.step} of {state.config.steps}")
     return found
