@@ -12,7 +12,7 @@ import torch
 from pointsman._errors import RunError
 from pointsman_lab.cli.main import main
 from pointsman_lab.diagnosis import diagnose_path
-from pointsman_lab.finetuning import Finetuning, finetune, load_finetuned
+from pointsman_lab.finetuning import Finetuning, finetune, open_run
 from pointsman_lab.finetuning.run import finetuned_path, identity
 from pointsman_lab.recipes import preset
 from pointsman_lab.report.task_table import routing_of
@@ -97,7 +97,7 @@ def test_from_the_command_line_to_accuracies_at_every_k(
 
 def test_a_saved_classifier_is_opened_as_it_was(run: Path, task: str, tmp_path: Path) -> None:
     record = finetune(run, Finetuning(task, steps=3, settings=FAST), out=tmp_path).evaluation
-    saved = load_finetuned(tmp_path)
+    saved = open_run(tmp_path)
     assert (saved.step, saved.finetuning["classes"]) == (3, ["neg", "pos"])
     assert main(["evaluate", str(tmp_path), "--top-k", "2", "--device", "cpu"]) == 0
     [file] = tmp_path.glob("evaluation-*-test.json")
@@ -108,10 +108,12 @@ def test_a_saved_classifier_is_opened_as_it_was(run: Path, task: str, tmp_path: 
     assert found["protocol"]["tokens"] == record["results"][1]["tokens"]
     layers = found["layers"].values()
     assert all("group" not in layer and layer["jacobian"]["gradient"] is not None for layer in layers)
-    with pytest.raises(RunError, match="is no fine-tuned run"):
-        load_finetuned(run)
+    assert open_run(run).finetuning == {}
     with pytest.raises(RunError, match="is a fine-tuned run: give the pre-trained one"):
         finetune(tmp_path, Finetuning(task))
+    (tmp_path / "finetune.json").write_text("{")
+    with pytest.raises(RunError, match=r"has no whole finetune\.json"):
+        open_run(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +185,7 @@ def test_seeds_differ_and_routers_start_alike(comparison: Path, task: str, tmp_p
         finetune(comparison / "runs" / router / "seed-0", settings, seed=seed, out=out)
         losses[router, seed] = RunDirectory(out).metrics("train")[0]["loss"]
     assert losses["smoe", 0] != losses["smoe", 1]
-    heads = [load_finetuned(tmp_path / name).config for name in ("smoe-0", "dense-0")]
+    heads = [open_run(tmp_path / name).config for name in ("smoe-0", "dense-0")]
     assert heads[0].seed == heads[1].seed
 
 

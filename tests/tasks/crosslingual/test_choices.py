@@ -25,7 +25,7 @@ from pointsman_lab.cli.main import main
 from pointsman_lab.data.pieces import train_pieces
 from pointsman_lab.diagnosis import Settings, diagnose_path
 from pointsman_lab.finetuning import Finetuning, finetune
-from pointsman_lab.finetuning.run import load_finetuned
+from pointsman_lab.finetuning.run import open_run
 from pointsman_lab.progress import Quiet
 from pointsman_lab.report.summary import summary
 from pointsman_lab.runs.record import read_metrics
@@ -93,7 +93,7 @@ def test_the_best_english_validation_chooses_and_a_stopped_run_chooses_the_same(
             one, other = (load_file(each / f"checkpoints/{name}.safetensors") for each in (out, whole.out))
             assert one.keys() == other.keys()
             assert all(torch.equal(one[key], other[key]) for key in one)
-    chosen = load_finetuned(tmp_path / "whole")
+    chosen = open_run(tmp_path / "whole")
     assert chosen.step == best["step"] < 10
     kept = load_file(tmp_path / f"whole/checkpoints/step-{chosen.step}/model.safetensors")
     assert all(torch.equal(tensor, kept[name]) for name, tensor in chosen.model.state_dict().items() if name in kept)
@@ -108,7 +108,7 @@ def test_a_run_whose_chosen_weights_are_lost_trains_them_again(run: Path, tmp_pa
         finetune(run, choosing(), out=out, progress=stop, stop=stop)  # type: ignore[arg-type]
     (out / f"checkpoints/step-{whole.evaluation['chosen_step']}/model.safetensors").write_bytes(b"")
     with pytest.raises(RunError, match=r"damaged: model.safetensors"):
-        load_finetuned(out)
+        open_run(out)
     assert finetune(run, choosing(), out=out).evaluation["results"] == whole.evaluation["results"]
 
 
@@ -130,7 +130,7 @@ def test_what_is_frozen_stays_bit_by_bit(run: Path, tmp_path: Path) -> None:
     assert found["roles"] == ["router", "experts"]
     assert found["tensors"] > 5
     assert found["changed"] == []
-    before, after = load_run(run).model.state_dict(), load_finetuned(tmp_path / "tuned").model.state_dict()
+    before, after = load_run(run).model.state_dict(), open_run(tmp_path / "tuned").model.state_dict()
     names = [name for name in before if ".router." in name or ".experts." in name]
     assert len(names) >= found["tensors"]
     assert all(torch.equal(before[name], after[f"backbone.{name}"]) for name in names)

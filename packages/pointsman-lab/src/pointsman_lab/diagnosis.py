@@ -101,12 +101,11 @@ def _step_of(path: Path) -> int | None:
 
 
 def _open(path: Path, device: str) -> Run:
-    from pointsman_lab.finetuning.run import is_finetuned, load_finetuned
-    from pointsman_lab.training.run import load_run
+    from pointsman_lab.finetuning.run import open_run
 
     step = _step_of(path)
     folder = path if step is None else path.parent.parent
-    return (load_finetuned if is_finetuned(folder) else load_run)(folder, step=step, device=device)
+    return open_run(folder, step=step, device=device)
 
 
 def _of_run(path: Path, against: Sequence[Path], settings: Settings, watch: Progress | None) -> dict[str, Any]:

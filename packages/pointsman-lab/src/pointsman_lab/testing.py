@@ -20,7 +20,7 @@ from pointsman.parallel import STORE
 from pointsman.parallel.start import start
 from pointsman.ranks import ALONE, Ranks
 from pointsman_lab.evaluation.passes import EvaluationContext
-from pointsman_lab.finetuning.run import finetune, load_finetuned, open_task
+from pointsman_lab.finetuning.run import finetune, open_run, open_task
 from pointsman_lab.finetuning.settings import Finetuning
 from pointsman_lab.progress import Progress, Quiet, Stop
 from pointsman_lab.runs.checkpoints import whole_checkpoint
@@ -43,14 +43,12 @@ class Example:
         open: the task and its settings, with the data read anew.
         other: its fingerprint on other data.
         damaged: what the message must name, such as a file -> reads data with this mistake.
-        weights: the model of a directory that `train` has left.
     """
 
     train: Trains
     open: Callable[[], tuple[Task, RunConfig]]
     other: Callable[[], str]
     damaged: Mapping[str, Callable[[], object]]
-    weights: Callable[[Path], Any]
 
     @classmethod
     def of(cls, config: RunConfig, other: str, damaged: Mapping[str, str]) -> Example:
@@ -72,7 +70,6 @@ class Example:
         return cls(
             trains, lambda: opened(config.data), lambda: opened(other)[0].fingerprint,
             {name: lambda spec=spec: opened(spec) for name, spec in damaged.items()},  # type: ignore[misc]
-            lambda folder: load_run(folder).model,
         )  # fmt: skip
 
     @classmethod
@@ -88,7 +85,6 @@ class Example:
             lambda folder, progress, stop: finetune(run, settings, out=folder, progress=progress, stop=stop), opened,
             lambda: str(open_task(other).fingerprint),
             {name: lambda spec=spec: open_task(spec) for name, spec in damaged.items()},  # type: ignore[misc]
-            lambda folder: load_finetuned(folder).model,
         )  # fmt: skip
 
 
@@ -211,7 +207,7 @@ def _evaluated(example: Example, run: Path, ranks: Ranks) -> list[dict[str, Any]
     """The figures of a trained run's evaluation."""
     task, config = example.open()
     config = replace(config, eval_batch_size=2)
-    model = example.weights(run)
+    model = open_run(run).model
     context = EvaluationContext(ranks=ranks)
     return task.evaluate(model, config, task.reported_split(config), config.eval_top_k, context)
 

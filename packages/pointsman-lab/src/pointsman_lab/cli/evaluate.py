@@ -60,18 +60,17 @@ def run(arguments: Sequence[str]) -> int:
     for key in changes:
         if key not in SETTINGS:
             raise RunError(f"pointsman evaluate: --set {key}: {did_you_mean(key, SETTINGS)}")
-    from pointsman_lab.finetuning.run import finetuned_task, load_finetuned
+    from pointsman_lab.finetuning.run import finetuned_task, is_finetuned, open_run
     from pointsman_lab.report.language_table import LanguageTable
     from pointsman_lab.report.results import text_of_results
     from pointsman_lab.runs.record import RunRecord
-    from pointsman_lab.training.run import load_run
 
-    finetuned = (values.run / "finetune.json").is_file()
+    finetuned = is_finetuned(values.run)
     for flag in ("data", "set") if finetuned else ():
         if getattr(values, flag):
             raise RunError(f"pointsman evaluate: --{flag} has no effect on fine-tuned runs; leave it out")
     with Display() as display, stop_on_signals() as stop:
-        saved = (load_finetuned if finetuned else load_run)(values.run, device=device, note=display.note)
+        saved = open_run(values.run, device=device, note=display.note)
         task = finetuned_task(saved) if finetuned else saved.task(values.data, display.data)
         record, file = evaluated(saved, task, values, changes, display, stop)
     if finetuned and "languages" in record["results"][0]:

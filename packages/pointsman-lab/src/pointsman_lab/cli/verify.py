@@ -195,10 +195,9 @@ def _refuse(line: str) -> None:
 
 
 def _run(folder: Path) -> None:
-    from pointsman_lab.finetuning.run import is_finetuned, load_finetuned
-    from pointsman_lab.training.run import load_run
+    from pointsman_lab.finetuning.run import open_run
 
-    (load_finetuned if is_finetuned(folder) else load_run)(folder)
+    open_run(folder)
 
 
 def _tensors(file: Path) -> None:

@@ -26,7 +26,7 @@ from pointsman_lab.runs.paths import EVALUATION, FINETUNE, REPEAT, run_path
 from pointsman_lab.training.compare import default_jobs
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.jobs import Hosts, Work, do_all
-from pointsman_lab.training.run import Run, load_run, model_of, used_checkpoint, vocabulary_of
+from pointsman_lab.training.run import Run, load_run
 from pointsman_lab.training.state import Interrupted
 from pointsman_lab.training.trainer import TrainResult, train
 
@@ -140,29 +140,23 @@ def _settings_of(about: Mapping[str, Any]) -> Finetuning:
     return Finetuning(**kept, freeze=tuple(about["freeze"]))
 
 
-def load_finetuned(
+def open_run(
     path: Path | str, *, step: int | None = None, device: str = "cpu", note: Callable[[str], None] | None = None
 ) -> Run:
-    """Opens a fine-tuned run: the weights of its last whole checkpoint, or of the one at `step`.
-
-    Raises:
-        RunError: it is no fine-tuned run, or it has no whole checkpoint.
-    """
-    directory = RunDirectory(path)
-    config = directory.config(RunConfig)
-    about = directory.read_json(FINETUNE)
+    """Opens a run directory as `training.run.load_run` does, also that of a fine-tuned run."""
+    if not is_finetuned(path):
+        return load_run(path, step=step, device=device, note=note)
+    about = RunDirectory(path).read_json(FINETUNE)
     if about is None or about.get("format") != FORMAT:
-        raise RunError(f"{directory.path} is no fine-tuned run: it has no whole {FINETUNE}")
-    checkpoint = used_checkpoint(directory, config, step, note)
-    settings = _settings_of(about)
+        raise RunError(f"{path} is no fine-tuned run: it has no whole {FINETUNE}")
+    settings, classes = _settings_of(about), len(about["classes"])
     name = settings.kind.path(settings.task).rstrip("/").rpartition("/")[2]
 
-    def build() -> nn.Module:
-        model: nn.Module = settings.kind.model(config, name, len(about["classes"]), settings)
+    def build(config: RunConfig) -> nn.Module:
+        model: nn.Module = settings.kind.model(config, name, classes, settings)
         return model
 
-    model = model_of(checkpoint, config, device, build)
-    return Run(directory.path, config, checkpoint.step, model, vocabulary_of(directory, checkpoint), about)
+    return load_run(path, step=step, device=device, note=note, build=build, finetuning=about)
 
 
 def is_finetuned(path: Path | str) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -74,7 +75,13 @@ class Run:
 
 
 def load_run(
-    path: Path | str, *, step: int | None = None, device: str = "cpu", note: Callable[[str], None] | None = None
+    path: Path | str,
+    *,
+    step: int | None = None,
+    device: str = "cpu",
+    note: Callable[[str], None] | None = None,
+    build: Callable[[RunConfig], Any] = lambda config: build_model(config.model),
+    finetuning: Mapping[str, Any] = MappingProxyType({}),
 ) -> Run:
     """Opens a run directory: the weights of its last whole checkpoint, or of the one at `step`.
 
@@ -82,6 +89,7 @@ def load_run(
 
     Args:
         note: told of damaged checkpoints that were passed over.
+        build, finetuning: of a fine-tuned run (`finetuning.open_run`).
 
     Raises:
         RunError: it is no run directory, or it has no whole checkpoint.
@@ -89,22 +97,16 @@ def load_run(
     """
     directory = RunDirectory(path)
     config = directory.config(RunConfig)
-    checkpoint = used_checkpoint(directory, config, step, note)
-    model = model_of(checkpoint, config, device)
-    return Run(directory.path, config, checkpoint.step, model, vocabulary_of(directory, checkpoint))
-
-
-def used_checkpoint(
-    directory: RunDirectory, config: RunConfig, step: int | None, note: Callable[[str], None] | None
-) -> Checkpoint:
-    """The checkpoint at `step`; None: the last whole one, or the one that the validations up to it chose."""
     last = whole_checkpoint(directory.checkpoints, note) if step is None else None
     if last:
         step = chosen_step(directory, config, last.step)
-    return last if last and step == last.step else open_checkpoint(directory.checkpoints / f"step-{step}")
+    checkpoint = last if last and step == last.step else open_checkpoint(directory.checkpoints / f"step-{step}")
+    model = fitting_model(partial(build, config), config.model.num_layers, checkpoint)
+    vocabulary = _vocabulary(directory, checkpoint)
+    return Run(directory.path, config, checkpoint.step, model.to(torch.device(device)).eval(), vocabulary, finetuning)
 
 
-def vocabulary_of(directory: RunDirectory, checkpoint: Checkpoint) -> Any:
+def _vocabulary(directory: RunDirectory, checkpoint: Checkpoint) -> Any:
     """What the token ids of a checkpoint stand for.
 
     Raises:
@@ -114,13 +116,6 @@ def vocabulary_of(directory: RunDirectory, checkpoint: Checkpoint) -> Any:
     if checkpoint.state.get("vocabulary", vocabulary.digest) != vocabulary.digest:
         raise RunError(f"{directory.path / VOCABULARY} is damaged: it is not the vocabulary of step-{checkpoint.step}")
     return vocabulary
-
-
-def model_of(checkpoint: Checkpoint, config: RunConfig, device: str, build: Callable[[], Any] | None = None) -> Any:
-    """The model of a checkpoint (`build` makes it; default: that of its settings), in evaluation mode."""
-    build = build or partial(build_model, config.model)
-    model = fitting_model(build, config.model.num_layers, checkpoint)
-    return model.to(torch.device(device)).eval()
 
 
 def runs_at(path: Path, device: str, note: Callable[[str], None]) -> Iterator[Run]:
