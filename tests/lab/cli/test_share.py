@@ -63,7 +63,7 @@ def test_source_and_data_of_the_sender(
     run = write_run(Path("run"))
     here = str(Path("mine.py").resolve())
     remember(here)
-    change(run / "config.json", imports=[here, "a.module"], data=str(Path("mytext.txt").resolve()) + ":level=char")
+    change(run / "config.json", imports=[here, "a.module"], data=str(Path("mytext.txt").resolve()) + ":level=word")
     change(run / "evaluation.json", protocol={"data": f"{Path('mytext.txt').resolve()}: bytes, V 11"})
     write_whole(run / "checkpoints" / "step-2" / "state.json", '{"data": "0123abcd"}')
     (run / "vocabulary.json").write_text("{}")
@@ -83,7 +83,7 @@ def test_source_and_data_of_the_sender(
     assert Path("theirs/sources/mine.py").read_text() == SOURCE + "# \x1b[31mred\n"
     config = json.loads(Path("theirs/config.json").read_text())
     assert config["imports"][0] == str(Path("theirs/sources/mine.py").resolve())
-    assert config["data"] == "mytext.txt:level=char"
+    assert config["data"] == "mytext.txt:level=word"
     assert str(tmp_path / "sender") not in "".join(file.read_text() for file in Path("theirs").glob("*.json"))
     assert not Path("theirs/vocabulary.json").exists()
     assert not Path("theirs/explorer.json").exists()

@@ -70,7 +70,7 @@ def test_a_file_is_split_by_position(tmp_path: Path, cache: Path) -> None:
     assert isinstance(loaded.split("test"), np.memmap)
 
 
-def test_word_and_character_level(tmp_path: Path, cache: Path) -> None:
+def test_word_level(tmp_path: Path, cache: Path) -> None:
     path = write(tmp_path / "a.txt", TEXT + "häßlich")
     words = load_corpus(f"{path}:level=word", cache_dir=cache)
     tokens = [str(words.vocabulary.symbols[index]) for split in words.splits for index in words.split(split)]
@@ -85,19 +85,12 @@ def test_word_and_character_level(tmp_path: Path, cache: Path) -> None:
     counts = f"valid {sum(unknown[:before_test])}, test {sum(unknown[before_test:])}"
     assert f"not in the vocabulary: {counts}" in words.description
 
-    characters = load_corpus(f"{path}:level=char", cache_dir=cache)
-    assert sum(len(characters.split(split)) for split in characters.splits) == len(TEXT) + 7
-    new = sum(character not in TEXT for character in "häßlich")
-    assert f"not in the vocabulary: test {new}" in characters.description
-    assert characters.name == "a.txt:level=char"
-
 
 def test_dropped_newlines(tmp_path: Path, cache: Path) -> None:
     path = write(tmp_path / "a.txt")
-    for level in ("byte", "char"):
-        dropped = load_corpus(f"{path}:newlines=drop:level={level}", cache_dir=cache)
-        joined = "".join(dropped.vocabulary.decode(dropped.split(split)) for split in dropped.splits)
-        assert joined == TEXT.replace("\n", "")
+    dropped = load_corpus(f"{path}:newlines=drop", cache_dir=cache)
+    joined = "".join(dropped.vocabulary.decode(dropped.split(split)) for split in dropped.splits)
+    assert joined == TEXT.replace("\n", "")
     words = load_corpus(f"{path}:newlines=drop:level=word", cache_dir=cache)
     assert words.vocabulary.end_of_line_id is None
     assert sum(len(words.split(split)) for split in words.splits) == 200 * 6

@@ -29,16 +29,15 @@ def test_blocks_end_between_tokens(folder: Path, text: str, block: int, cut: int
     with pytest.MonkeyPatch.context() as patch, Reader() as reader:
         patch.setattr(reading, "BLOCK", block)
         assert b"".join(reader.raw(whole(path))) == text.encode()
-        characters = list(reader.blocks(whole(path), "char"))
-        assert "".join(map(str, characters)) == text
+        assert "".join(map(str, reader.blocks(whole(path), "subword"))) == text
         words = [word for piece in reader.blocks(whole(path), "word") for word in str(piece).split()]
         assert words == text.split()
         size = path.stat().st_size
-        for level in ("char", "word"):
+        for level in ("subword", "word"):
             place = align(path, min(cut, size), size, level)  # type: ignore[arg-type]
             halves = [Span(path, 0, place, whole_end=place == size), Span(path, place, size)]
             pieces = [str(piece) for half in halves for piece in reader.blocks(half, level)]  # type: ignore[arg-type]
-            if level == "char":
+            if level == "subword":
                 assert "".join(pieces) == text
             else:
                 assert [word for piece in pieces for word in piece.split()] == text.split()
@@ -49,11 +48,11 @@ def test_the_last_line_gets_its_newline_at_word_level_only(tmp_path: Path) -> No
     path.write_text("a b\nc")
     with Reader() as reader:
         assert "".join(map(str, reader.blocks(whole(path), "word"))) == "a b\nc\n"
-        assert "".join(map(str, reader.blocks(whole(path), "char"))) == "a b\nc"
+        assert "".join(map(str, reader.blocks(whole(path), "subword"))) == "a b\nc"
         assert "".join(map(str, reader.blocks(Span(path, 0, 1, whole_end=False), "word"))) == "a"
 
 
-@pytest.mark.parametrize("level", ["char", "word"])
+@pytest.mark.parametrize("level", ["subword", "word"])
 def test_bytes_that_are_not_text_are_named_by_file_and_offset(
     tmp_path: Path, level: reading.Level, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,14 +115,12 @@ def test_a_vocabulary_names_no_file_but_a_tokenizer_s(files: object, pieces: Sub
         Subwords(pieces.definition, {"../x": ""})
 
 
-@pytest.mark.parametrize("level", ["byte", "char", "word"])
+@pytest.mark.parametrize("level", ["byte", "word"])
 def test_every_vocabulary_is_a_tokenizer(level: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     if level == "byte":
         vocabulary = Vocabulary.of_bytes(TEXT.encode())
-    elif level == "char":
-        vocabulary = Vocabulary.of_characters(TEXT)
     else:
         vocabulary = Vocabulary("word", ["<unk>", "<eos>", *sorted(set(TEXT.split()))])
     text = TEXT + "unseen ☃"
@@ -173,5 +171,5 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     ):
         with pytest.raises(RunError, match=says):
             load_corpus(str(tmp_path / "text.txt"), cache_dir=tmp_path / "cache", tokenizer=name)
-    with pytest.raises(RunError, match="asks for level=char"):
-        load_corpus(f"{tmp_path / 'text.txt'}:level=char", cache_dir=tmp_path / "cache", tokenizer="pieces:300")
+    with pytest.raises(RunError, match="asks for level=word"):
+        load_corpus(f"{tmp_path / 'text.txt'}:level=word", cache_dir=tmp_path / "cache", tokenizer="pieces:300")

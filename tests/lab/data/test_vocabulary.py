@@ -43,23 +43,6 @@ def test_bytes_never_seen_without_stand_ins_are_still_ids() -> None:
     assert vocabulary.encode("a\nZ").tolist() == [0, 0, 0]
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
-def test_characters_round_trip(text: str) -> None:
-    vocabulary = Vocabulary.of_characters(text)
-    assert vocabulary.size == len(set(text)) + 1
-    ids, unknown = vocabulary.encode_compact(text)
-    assert unknown == 0
-    assert vocabulary.decode(ids) == text
-
-
-def test_unknown_characters() -> None:
-    vocabulary = Vocabulary.of_characters("ab")
-    assert vocabulary.unknown_id == 0
-    assert vocabulary.encode("aéb").tolist() == [1, 0, 2]
-    assert vocabulary.encode("aéb".encode()).tolist() == [1, 0, 2]
-    assert vocabulary.decode([1, 0, 2]) == "a<unk>b"
-
-
 def test_words_are_ordered_by_count_then_by_themselves() -> None:
     vocabulary = of_words("b a a\nc b a\n")
     assert vocabulary.symbols == ("a", "<eos>", "b", "c", "<unk>")
@@ -94,9 +77,7 @@ def test_words_without_newlines() -> None:
     assert vocabulary.decode(vocabulary.encode("a\nb b\n")) == "a b b"
 
 
-@pytest.mark.parametrize(
-    "vocabulary", [Vocabulary.of_bytes(b"\x00\xffa"), Vocabulary.of_characters("a𝄞"), of_words("é x\n")]
-)
+@pytest.mark.parametrize("vocabulary", [Vocabulary.of_bytes(b"\x00\xffa"), of_words("é x\n")])
 def test_json_round_trip(vocabulary: Vocabulary) -> None:
     again = Vocabulary.from_json(vocabulary.to_json())
     assert again == vocabulary
@@ -133,7 +114,7 @@ def test_ids_out_of_range_are_refused() -> None:
         ("byte", [], "distinct"),
         ("byte", [1, 1], "distinct"),
         ("byte", ["a"], "type int"),
-        ("char", ["<unk>", "ab"], "single characters"),
+        ("char", ["<unk>", "a"], "vocabulary level is 'char'; allowed: byte, word"),
         ("word", ["a"], "<unk>"),
     ],
 )
@@ -144,7 +125,7 @@ def test_impossible_vocabularies(level: str, symbols: list[str], message: str) -
 
 def test_bytes_that_are_not_text_are_refused_above_byte_level() -> None:
     with pytest.raises(RunError, match="byte 2 of the text is not UTF-8"):
-        Vocabulary.of_characters("ab").encode(b"ab\xff")
+        of_words("ab").encode(b"ab\xff")
 
 
 def test_json_is_plain() -> None:

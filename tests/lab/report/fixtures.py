@@ -125,7 +125,7 @@ def write_explorer(
     positions = {name: torch.randint(0, 1001, (2, len(indices)), generator=generator).tolist() for name in names}
     sample = pack(seen, list(text))
     sample |= {
-        "checkpoint": f"step-{steps}", "split": "test", "level": "char",
+        "checkpoint": f"step-{steps}", "split": "test", "level": "byte",
         "map": {"top_k": top_k[1], "method": "pca", "indices": indices, "layers": positions},
     }  # fmt: skip
     dump(path / "explorer.json", sample)

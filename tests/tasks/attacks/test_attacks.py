@@ -18,18 +18,14 @@ TEXT = (
 )
 BYTES = Vocabulary.of_bytes(TEXT.encode() + b"Axyz")
 WORDS = Vocabulary("word", [*sorted(set(TEXT.split()) - {"Some1"}), "<eos>", "<unk>"])
-VOCABULARIES = {
-    "byte": BYTES,
-    "char": Vocabulary.of_characters(TEXT + "A"),
-    "word": WORDS,
-}
+VOCABULARIES = {"byte": BYTES, "word": WORDS}
 
 
 def rows_of(vocabulary: Vocabulary) -> list[IdArray]:
     return [vocabulary.encode_compact(part)[0] for part in (TEXT[:1000], TEXT[1000:])]
 
 
-@pytest.mark.parametrize("level", ["byte", "char", "word"])
+@pytest.mark.parametrize("level", ["byte", "word"])
 def test_the_rate_is_exact_and_the_choice_deterministic(level: str) -> None:
     vocabulary = VOCABULARIES[level]
     rows = rows_of(vocabulary)

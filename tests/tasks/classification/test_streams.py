@@ -34,9 +34,6 @@ def test_at_word_level_the_mark_is_eos() -> None:
 @pytest.mark.parametrize(
     ("vocabulary", "mark"),
     [
-        (Vocabulary.of_characters("ab \n"), "\n"),
-        (Vocabulary.of_characters("ab "), " "),
-        (Vocabulary.of_characters("ab"), "<unk>"),
         (Vocabulary("word", ["a", "b", "<unk>"]), "<unk>"),
         (Vocabulary.of_bytes(b"ab "), " "),
         (Vocabulary.of_bytes(b"ab?"), "?"),

@@ -107,7 +107,6 @@ def test_a_model_without_routers_has_one_result() -> None:
 def test_quality_by_level() -> None:
     assert quality("word", math.log(50)) == ("perplexity", pytest.approx(50))
     assert quality("byte", math.log(4)) == ("bits_per_character", pytest.approx(2))
-    assert quality("char", math.log(4)) == ("bits_per_character", pytest.approx(2))
     assert quality("word", 1e4) == ("perplexity", None)
     assert quality("byte", math.nan) == ("bits_per_character", None)
 

@@ -248,4 +248,5 @@ def read_vocabulary(text: str) -> Any:
     for entry in entries():
         if level in entry.levels:
             return entry.vocabulary(text)
-    raise RunError(f"not a vocabulary: no task reads those of level {level!r}")
+    known = [one for entry in entries() for one in entry.levels]
+    raise RunError(f"not a vocabulary: no task reads those of level {level!r}: {did_you_mean(str(level), known)}")

@@ -1,4 +1,4 @@
-"""The named corpora, and the grammar of `--data`: `NAME|PATH[:newlines=keep|drop][:level=byte|char|word]`.
+"""The named corpora, and the grammar of `--data`: `NAME|PATH[:newlines=keep|drop][:level=byte|word]`.
 
 Imports neither torch nor numpy, so that `--help` is fast.
 """
@@ -16,12 +16,12 @@ from typing import Literal, get_args
 
 from pointsman._errors import RunError, did_you_mean
 
-Level = Literal["byte", "char", "word", "subword"]
+Level = Literal["byte", "word", "subword"]
 """What a token is. Subwords are what a tokenizer makes, not a choice of `--data`."""
 Newlines = Literal["keep", "drop"]
 SPLITS = ("train", "valid", "test")
 
-_OPTIONS: Mapping[str, tuple[str, ...]] = {"newlines": get_args(Newlines), "level": ("byte", "char", "word")}
+_OPTIONS: Mapping[str, tuple[str, ...]] = {"newlines": get_args(Newlines), "level": ("byte", "word")}
 _OPTION_START = re.compile(r":(?=[A-Za-z_]\w*(?:=|:|$))")  # not the colon of C:\text, nor one inside a path
 
 

@@ -79,7 +79,7 @@ def load_corpus(
     tokenizer: str = "",
     progress: DataProgress | None = None,
 ) -> Corpus:
-    """Loads the corpus `NAME|PATH[:newlines=keep|drop][:level=byte|char|word]`.
+    """Loads the corpus `NAME|PATH[:newlines=keep|drop][:level=byte|word]`.
 
     A name is looked up in `data_dir` and in earlier downloads, and downloaded otherwise. Anything else is a file or
     folder, relative to `data_dir` or by its path. The tokens are cached in `cache_dir` (default: the user's cache
@@ -193,7 +193,6 @@ class _Build:
         if self.pieces:
             return learn_pieces(self._sentences(), self.pieces)
         seen: dict[str, np.ndarray[tuple[int], np.dtype[np.bool_]]] = {}
-        characters: set[str] = set()
         words: Counter[str] = Counter()
         done = 0
         with Reader() as reader:
@@ -207,13 +206,9 @@ class _Build:
                         block = self._prepared(block)
                         if isinstance(block, bytes):
                             here[np.frombuffer(block, dtype=np.uint8)] = True
-                        elif self.source.level == "char":
-                            characters.update(block)
                         else:
                             count_words(block, words, keep_newlines=self.keep_newlines)
                         self._report("reading", done, self.source.size)
-        if self.source.level == "char":
-            return Vocabulary.of_characters(characters)
         if self.source.level == "word":
             return Vocabulary.of_words(words)
         values = {split: [int(value) for value in np.flatnonzero(here)] for split, here in seen.items()}
@@ -241,7 +236,7 @@ class _Build:
             return block
         if isinstance(block, bytes):
             return block.replace(b"\n", b"")
-        return block.replace("\n", "" if self.source.level == "char" else " ")
+        return block.replace("\n", " ")
 
     def _report(self, what: str, done: int, total: int) -> None:
         if self.progress:
@@ -250,7 +245,7 @@ class _Build:
 
 def _describe(label: str, source: Source, wanted: DataSpec, tokens: Tokens) -> str:
     parts = ", ".join(f"{split} {len(ids):,}" for split, ids in tokens.arrays.items())
-    unit = {"byte": "bytes", "char": "characters", "word": "words", "subword": "subwords"}[source.level]
+    unit = {"byte": "bytes", "word": "words", "subword": "subwords"}[source.level]
     kept = wanted.newlines == "keep" and (source.level != "word" or tokens.vocabulary.end_of_line_id is not None)
     end = "newlines dropped" if not kept else "<eos> for each newline" if source.level == "word" else "newlines kept"
     known = CORPORA.get(source.name)

@@ -167,14 +167,10 @@ def decode(raw: bytes, path: Path, offset: int, level: Level) -> str:
 
 
 def align(path: Path, position: int, size: int, level: Level) -> int:
-    """The first position at or after `position` that is between two bytes, characters or words."""
+    """The first position at or after `position` that is between two bytes or words."""
     if level == "byte" or position in (0, size):
         return position
     with reading(path), open_named(path) as file:
-        if level == "char":
-            file.seek(position)
-            following = file.read(_LONGEST_CHARACTER)
-            return position + next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
         file.seek(position - 1)
         while block := file.read(1 << 16):
             for i, byte in enumerate(block):

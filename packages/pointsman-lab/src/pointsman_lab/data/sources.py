@@ -203,7 +203,7 @@ def _whole_span(path: Path, *, may_be_empty: bool = False) -> Span:
 
 
 def _by_position(files: Sequence[Span], level: Level) -> dict[str, tuple[Span, ...]]:
-    """The first 90 % of the bytes for training, 5 % for validation, 5 % for test; no character or word is split."""
+    """The first 90 % of the bytes for training, 5 % for validation, 5 % for test; no word is split."""
     total = sum(span.size for span in files)
     cuts = (0, total * 90 // 100, total * 95 // 100, total)
     parts: dict[str, list[Span]] = {split: [] for split in SPLITS}

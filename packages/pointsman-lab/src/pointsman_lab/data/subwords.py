@@ -230,8 +230,8 @@ def _library() -> Any:
 def as_tokenizer(vocabulary: Vocabulary) -> Any:
     """A `tokenizers.Tokenizer` with the ids of any vocabulary.
 
-    Bytes become a byte-level BPE without merges, characters a BPE without merges, words a lookup of what stands between
-    white space. A byte that the vocabulary lacks becomes "?" (or id 0), an unknown character or word `<unk>`.
+    Bytes become a byte-level BPE without merges, words a lookup of what stands between white space. A byte that the
+    vocabulary lacks becomes "?" (or id 0), an unknown word `<unk>`.
     """
     if isinstance(vocabulary, Subwords):
         return vocabulary.tokenizer
@@ -246,10 +246,6 @@ def as_tokenizer(vocabulary: Vocabulary) -> Any:
         tokenizer.decoder = library.decoders.ByteLevel()
         return tokenizer
     ids = {str(symbol): index for index, symbol in enumerate(vocabulary.symbols)}
-    if vocabulary.level == "char":
-        tokenizer = library.Tokenizer(models.BPE(vocab=ids, merges=[], unk_token="<unk>"))
-        tokenizer.decoder = library.decoders.Fuse()
-        return tokenizer
     tokenizer = library.Tokenizer(models.WordLevel(vocab=ids, unk_token="<unk>"))
     if vocabulary.end_of_line_id is not None:
         tokenizer.normalizer = library.normalizers.Replace("\n", " <eos> ")

@@ -1,9 +1,8 @@
-"""Vocabularies: token ids at byte, character or word level.
+"""Vocabularies: token ids at byte or word level.
 
 - **byte**: lossless on its corpus. Ids are the bytes of the training split in ascending order, then the bytes that
   occur only in other splits (none in enwik8, so V = 205 there). There is no `<unk>`: in other text, a byte that does
   not occur in the corpus becomes a space if it is white space, else `?`, so that lengths do not change.
-- **char**: id 0 is `<unk>`, then the characters of the training split by code point.
 - **word**: split at white space, case-sensitive, `<eos>` for each newline, `<unk>` for a word that does not occur in
   the training split; ids in order of decreasing frequency, then alphabetically.
 """
@@ -27,8 +26,7 @@ from pointsman_lab.data.catalog import Level
 
 UNKNOWN = "<unk>"
 END_OF_LINE = "<eos>"
-LEVELS = ("byte", "char", "word")
-_CODE_POINTS = 0x110000
+LEVELS = ("byte", "word")
 _WHITE_SPACE = b" \t\n\r\v\f"
 
 IdArray = NDArray[np.integer[Any]]
@@ -74,7 +72,7 @@ class Vocabulary(Symbols):
     """The mapping between token ids and symbols.
 
     Args:
-        level: "byte", "char" or "word".
+        level: "byte" or "word".
         symbols: of id 0, 1, …: byte values at byte level, else strings.
 
     Raises:
@@ -89,8 +87,6 @@ class Vocabulary(Symbols):
             raise ValueError(f"a {level}-level vocabulary needs distinct symbols of type {kind.__name__}")
         if level == "byte" and not all(0 <= int(symbol) < 256 for symbol in symbols):
             raise ValueError("a byte-level vocabulary holds values from 0 to 255")
-        if level == "char" and any(len(str(symbol)) != 1 for symbol in symbols if symbol != UNKNOWN):
-            raise ValueError("a char-level vocabulary holds single characters")
         if level != "byte" and UNKNOWN not in symbols:
             raise ValueError(f"a {level}-level vocabulary needs the symbol {UNKNOWN}")
         self.level: Level = level
@@ -101,11 +97,6 @@ class Vocabulary(Symbols):
         """Bytes of the training split, then those that occur only in other splits."""
         first = sorted(set(training))
         return cls("byte", [*first, *sorted(set(others) - set(first))])
-
-    @classmethod
-    def of_characters(cls, characters: Iterable[str]) -> Vocabulary:
-        """`<unk>`, then the characters by code point."""
-        return cls("char", [UNKNOWN, *sorted(set(characters))])
 
     @classmethod
     def of_words(cls, counts: Mapping[str, int]) -> Vocabulary:
@@ -147,7 +138,7 @@ class Vocabulary(Symbols):
         At word level each newline becomes `<eos>`; none is added at the end.
 
         Raises:
-            RunError: bytes that are not UTF-8, at character or word level.
+            RunError: bytes that are not UTF-8, at word level.
         """
         return self.encode_compact(text)[0].astype(np.int64)
 
@@ -161,15 +152,9 @@ class Vocabulary(Symbols):
             try:
                 text = text.decode("utf-8")
             except UnicodeDecodeError as error:
-                raise RunError(
-                    f"byte {error.start} of the text is not UTF-8: a {self.level}-level run needs it"
-                ) from None
-        if self.level == "char":
-            points = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype=np.uint32)
-            found = self._character_ids[points]
-        else:
-            words = split_words(text, keep_newlines=END_OF_LINE in self._index)
-            found = np.fromiter(map(self._index.__getitem__, words), dtype=np.int32, count=len(words))
+                raise RunError(f"byte {error.start} of the text is not UTF-8: a word-level run needs it") from None
+        words = split_words(text, keep_newlines=END_OF_LINE in self._index)
+        found = np.fromiter(map(self._index.__getitem__, words), dtype=np.int32, count=len(words))
         unknown = found < 0
         ids = np.where(unknown, self._index[UNKNOWN], found).astype(self.dtype)
         return ids, int(np.count_nonzero(unknown))
@@ -185,7 +170,11 @@ class Vocabulary(Symbols):
             raise ValueError(f"ids are from {array.min()} to {array.max()}; the vocabulary has 0 to {self.size - 1}")
         if self.level == "byte":
             return np.array(self.symbols, dtype=np.uint8)[array].tobytes()
-        return self._join([str(self.symbols[index]) for index in array]).encode("utf-8", errors="surrogatepass")
+        words = ["\n" if self.symbols[index] == END_OF_LINE else str(self.symbols[index]) for index in array]
+        text = "".join(
+            word if index == 0 or "\n" in (word, words[index - 1]) else f" {word}" for index, word in enumerate(words)
+        )
+        return text.encode("utf-8", errors="surrogatepass")
 
     def decode(self, ids: Iterable[int] | NDArray[Any]) -> str:
         """The text of the ids; bytes that are not UTF-8, as of a truncated character, become U+FFFD."""
@@ -225,23 +214,6 @@ class Vocabulary(Symbols):
         space = ids.get(ord(" "), mark)
         stand_in = {value: space if value in _WHITE_SPACE else mark for value in range(256)}
         return np.array([ids.get(value, stand_in[value]) for value in range(256)], dtype=self.dtype)
-
-    @cached_property
-    def _character_ids(self) -> NDArray[np.int32]:
-        ids = np.full(_CODE_POINTS, -1, dtype=np.int32)
-        for index, symbol in enumerate(self.symbols):
-            if symbol != UNKNOWN:
-                ids[ord(str(symbol))] = index
-        return ids
-
-    def _join(self, tokens: list[str]) -> str:
-        if self.level == "char":
-            return "".join(tokens)
-        pieces = ["\n" if token == END_OF_LINE else token for token in tokens]
-        return "".join(
-            piece if index == 0 or "\n" in (piece, pieces[index - 1]) else f" {piece}"
-            for index, piece in enumerate(pieces)
-        )
 
 
 def split_words(text: str, *, keep_newlines: bool) -> list[str]:

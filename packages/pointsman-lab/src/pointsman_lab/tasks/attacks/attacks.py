@@ -1,8 +1,8 @@
 """Attacked texts, and `evaluate --attack`: saved runs on clean and attacked texts at every k, and how routing moves.
 
-Chosen words become "AAA", deterministically and at an exact rate, as token ids in the run's vocabulary. At byte and
-character level each symbol is encoded on its own, so that replacing ids equals replacing text before encoding. At word
-level a word is a token.
+Chosen words become "AAA", deterministically and at an exact rate, as token ids in the run's vocabulary. At byte level
+each symbol is encoded on its own, so that replacing ids equals replacing text before encoding. At word level a word is
+a token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pointsman_lab._files import read_whole_json, write_whole
 from pointsman_lab.cli.progress import Display, stop_on_signals
 from pointsman_lab.data.catalog import Level
 from pointsman_lab.data.streams import EvalStream
-from pointsman_lab.data.vocabulary import END_OF_LINE, UNKNOWN, IdArray, Vocabulary
+from pointsman_lab.data.vocabulary import IdArray, Vocabulary
 from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, map_routing
 from pointsman_lab.models.transformer_xl import TransformerXL
 from pointsman_lab.progress import Progress, Stop
@@ -66,7 +66,7 @@ class Attacked:
 def attack_texts(rows: Sequence[IdArray], vocabulary: Vocabulary, attack: Attack) -> Attacked:
     """Attacks texts given as ids: exactly round(rate x words) words over all texts."""
     if vocabulary.level == "subword":
-        raise RunError("attacks need a run on bytes, characters or words: this one's tokens are subwords")
+        raise RunError("attacks need a run on bytes or words: this one's tokens are subwords")
     spans = [_words(row, vocabulary) for row in rows]
     total = sum(map(len, spans))
     chosen = np.zeros(total, dtype=np.bool_)
@@ -83,7 +83,7 @@ def _words(row: IdArray, vocabulary: Vocabulary) -> NDArray[np.int64]:
         end = -1 if vocabulary.end_of_line_id is None else vocabulary.end_of_line_id
         places = np.flatnonzero(row != end)
         return np.stack([places, places + 1], 1)
-    spaces = np.array([_character(symbol).isspace() for symbol in vocabulary.symbols])
+    spaces = np.array([symbol < 128 and chr(symbol).isspace() for symbol in map(int, vocabulary.symbols)])
     inside = np.concatenate([[False], ~spaces[row], [False]]).astype(np.int8)
     edges = np.diff(inside)
     return np.stack([np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)], 1)
@@ -99,13 +99,6 @@ def _swapped(row: IdArray, spans: NDArray[np.int64], new: IdArray) -> tuple[IdAr
         sources += [places[done:start], put]
         done = stop
     return np.concatenate([*pieces, row[done:]]).astype(row.dtype), np.concatenate([*sources, places[done:]])
-
-
-def _character(symbol: int | str) -> str:
-    """Of an id at byte or character level."""
-    if symbol in (UNKNOWN, END_OF_LINE):
-        return "?"
-    return (chr(symbol) if symbol < 128 else "?") if isinstance(symbol, int) else str(symbol)
 
 
 def run_attacks(values: argparse.Namespace, device: str) -> int:

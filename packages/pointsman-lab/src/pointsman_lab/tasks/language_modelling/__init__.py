@@ -103,7 +103,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 SETTINGS = {
-    "tokenizer": Setting("", "pieces:V, or the path of a tokenizer; empty: the corpus's bytes, characters, words"),
+    "tokenizer": Setting("", "pieces:V, or the path of a tokenizer; empty: the corpus's bytes or words"),
     "start_from": Setting("", "folder of a model of transformers whose weights the training starts from"),
 }
 
@@ -115,7 +115,7 @@ class LanguageModelling(TaskEntry):
     task = "pointsman_lab.tasks.language_modelling.task:LanguageModelling"
     reader = "pointsman_lab.data.subwords:read_vocabulary"
     starter = "pointsman_lab.tasks.language_modelling.start:start_config"
-    levels = ("byte", "char", "word", "subword")
+    levels = ("byte", "word", "subword")
     presets = PRESETS
     settings = SETTINGS
 
