@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from pointsman.hf.gates import Gate
 from pointsman.hf.listen import GateListener
-from pointsman_lab.checkpoints.audit.trials import mean_of, measured
-from pointsman_lab.checkpoints.cutting import cut, groups_of
+from pointsman_lab.checkpoints.audit.trials import Rows, mean_of, measured
+from pointsman_lab.checkpoints.cutting import Keep, cut, groups_of
 from pointsman_lab.checkpoints.outputs import Observed, expert_sums
 from pointsman_lab.checkpoints.text import TEXT, TextBatch
 
@@ -78,6 +78,16 @@ def drawn(gates: Sequence[Gate], numbers: Mapping[str, int], seed: int) -> dict[
     scores = {gate.layer: torch.rand(gate.num_experts, generator=generator) for gate in gates}
     best = (_best([gate], scores, numbers[gate.layer], numbers[gate.layer]) for gate in gates)
     return {layer: [[one] for one in experts] for found in best for layer, experts in found.items()}
+
+
+def at_random(
+    model: nn.Module, gates: Sequence[Gate], keep: Keep, batches: Sequence[TextBatch], count: int, seed: int = 0
+) -> tuple[list[float], Rows]:
+    """The losses of random prunings that keep as many experts of each layer, and the mean of their rows."""
+    numbers = {layer: len(groups) for layer, groups in keep.items()}
+    lost = [measured(cut(model, gates, drawn(gates, numbers, seed + 1 + one)), batches) for one in range(count)]
+    mean = [(sum(one[0] for one in each) / count, each[0][1]) for each in zip(*lost, strict=True)]
+    return [mean_of(each) for each in lost], mean
 
 
 def _scores(gates: Sequence[Gate], found: Observed, method: str) -> dict[str, Tensor]:

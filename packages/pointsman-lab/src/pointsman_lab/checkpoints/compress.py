@@ -16,18 +16,16 @@ from pointsman._errors import did_you_mean
 from pointsman._values import check_whole
 from pointsman.control import set_top_k
 from pointsman.diagnostics.observe import evaluating
-from pointsman.hf.gates import Gate, find_gates, survey
 from pointsman.hf.top_k import gate_top_k
 from pointsman_lab._grid import markdown_table, wrapped
-from pointsman_lab.checkpoints.audit.analyses import loads
 from pointsman_lab.checkpoints.audit.blocks import PARTS, mapped
 from pointsman_lab.checkpoints.audit.result import beats_random
 from pointsman_lab.checkpoints.audit.run import finite
-from pointsman_lab.checkpoints.audit.serving import MACHINES, serving
+from pointsman_lab.checkpoints.audit.serving import MACHINES, served
 from pointsman_lab.checkpoints.audit.summary import INTERVALS, plus_minus
 from pointsman_lab.checkpoints.audit.trials import Rows, halves, mean_of, measured, paired
-from pointsman_lab.checkpoints.choosing import METHODS, drawn, plan
-from pointsman_lab.checkpoints.cutting import Keep, cut, distil, fewest, groups_of, why_uncut
+from pointsman_lab.checkpoints.choosing import METHODS, at_random, plan
+from pointsman_lab.checkpoints.cutting import Keep, cut, cuttable, distil
 from pointsman_lab.checkpoints.text import Conversation, TextBatch, refuse_unknown_tokens, text_batches
 
 
@@ -153,7 +151,16 @@ def compress(
     check_whole("compress: length", length, 2)
     check_whole("compress: batch_size", batch_size)
     check_whole("compress: max_tokens", 1 if max_tokens is None else max_tokens)
-    gates, kept, least = _cuttable(model, experts, method)
+    gates, number, least, limits = cuttable(model)
+    if limits > 1 and method in ("hc-smoe", "m-smoe"):
+        raise ValueError(
+            f"compress: method={method!r}: {limits} groups of experts limit the choice: no merge has a place"
+        )
+    kept = round(number * experts) if experts < 1 else int(experts)
+    if not least <= kept < number:
+        raise ValueError(f"compress: experts={experts:g} keeps {kept} of {number}: allowed are {least} to {number - 1}")
+    if kept % limits:
+        raise ValueError(f"compress: experts={experts:g} keeps {kept}: allowed are multiples of {limits}, its groups")
     tell = note or (lambda _: None)
     batches, domain_of = _read(model, tokenizer, texts, length, batch_size, max_tokens)
     calibrate, held_out = halves(batches)
@@ -183,61 +190,25 @@ def compress(
         if not rows or not sum(tokens for _, tokens in rows):
             raise ValueError("compress: there is no held-out text with a loss: at least two rows of text are needed")
         even = None if equal is None else paired(rows, measured(equal, held_out))
-        numbers = {layer: len(of) for layer, of in groups.items()}
-        others = (cut(model, gates, drawn(gates, numbers, seed + 1 + number)) for number in range(random))
-        lost = [measured(other, held_out) for other in others]
-        chance = [(sum(one[0] for one in each) / random, each[0][1]) for each in zip(*lost, strict=True)]
+        losses, chance = at_random(model, gates, groups, held_out, random, seed)
         domains = {}
         for name in (kinds := dict.fromkeys(names)):
             of_all, of_rows, of_chance = (_of(name, names, one) for one in (base, rows, chance))
             domains[name] = {
                 "difference": paired(of_rows, of_all, len(kinds)), "random": paired(of_rows, of_chance, len(kinds))
             }  # fmt: skip
-        found = [loads(one, held_out) for one in (model, smaller)]
+        (before, first), (after, last) = (served(one, held_out, own) for one in (model, smaller))
     routing = {}
     for gate in gates:
-        share, after = (of[gate.layer]["load"] for of in found)
+        share, load = (of[gate.layer]["load"] for of in (before, after))
         stays = sum(share["share"][one] for group in groups[gate.layer] for one in group)
-        routing[gate.layer] = {"stays": stays, "effective": after["effective"], "dead": after["dead"]}
-    costs = {
-        name: serving(one, find_gates(one), {own: {layer: (own, of["load"]["share"]) for layer, of in load.items()}})
-        for name, one, load in zip(("before", "after"), (model, smaller), found, strict=True)
-    }
+        routing[gate.layer] = {"stays": stays, "effective": load["effective"], "dead": load["dead"]}
     protocol = {
         "model": type(model).__name__, "length": length, "batch_size": batch_size, "max_tokens": max_tokens,
         "heal": heal, "seed": seed, "held_out": sum(tokens for _, tokens in rows),
     }  # fmt: skip
-    against = {"losses": [mean_of(each) for each in lost], "difference": paired(rows, chance)}
-    before = gates[0].num_experts
-    return Compression(smaller, method, kept, before, groups, quality, domains, against, routing, costs, protocol, even)
-
-
-def _cuttable(model: nn.Module, experts: float, method: str) -> tuple[list[Gate], int, int]:
-    """The gates, the number of experts to keep in a layer, and the least that a layer needs.
-
-    Raises:
-        ValueError: the model's class has no experts that can be cut, or the number is out of range.
-    """
-    gates, reasons = survey(model)
-    kind = type(model).__name__
-    if reasons or not gates:
-        raise ValueError(f"compress: {kind}: {(reasons or ['no gate next to experts'])[0]}")
-    for gate in gates:
-        reason = why_uncut(gate)
-        if reason is None and groups_of(gate) > 1 and method in ("hc-smoe", "m-smoe"):
-            reason = f"{groups_of(gate)} groups of experts limit the choice; a merge across them has no place"
-        if reason:
-            raise ValueError(f"compress: {kind}, layer {gate.layer!r}: {reason}")
-    number, least = gates[0].num_experts, max(map(fewest, gates))
-    if any(gate.num_experts != number for gate in gates):
-        raise ValueError(f"compress: {kind}: its layers differ in their number of experts: it is compressed already")
-    kept = round(number * experts) if experts < 1 else int(experts)
-    if not least <= kept < number:
-        raise ValueError(f"compress: experts={experts:g} keeps {kept} of {number}: allowed are {least} to {number - 1}")
-    groups = max(map(groups_of, gates))
-    if kept % groups:
-        raise ValueError(f"compress: experts={experts:g} keeps {kept}: allowed are multiples of {groups}, its groups")
-    return gates, kept, least
+    against, costs = {"losses": losses, "difference": paired(rows, chance)}, {"before": first, "after": last}
+    return Compression(smaller, method, kept, number, groups, quality, domains, against, routing, costs, protocol, even)
 
 
 def _read(

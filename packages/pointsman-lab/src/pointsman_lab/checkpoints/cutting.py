@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from pointsman.hf.counterpart import correction_bias
-from pointsman.hf.gates import Gate, find_gates
+from pointsman.hf.gates import Gate, find_gates, survey
 from pointsman.hf.top_k import gate_top_k, max_top_k
 from pointsman.hf.uneven import uneven, with_experts
 from pointsman_lab.checkpoints.outputs import why_unreadable
@@ -24,7 +24,25 @@ Keep = Mapping[str, Sequence[Sequence[int]]]
 """Layer -> groups of experts; each becomes one expert, whose router row is that of the group's first."""
 
 
-def why_uncut(gate: Gate) -> str | None:
+def cuttable(model: nn.Module) -> tuple[list[Gate], int, int, int]:
+    """The gates; of every layer the experts, the fewest that it needs, and the groups that limit the choice.
+
+    Raises:
+        ValueError: why the experts of this model cannot be cut.
+    """
+    gates, reasons = survey(model)
+    kind = type(model).__name__
+    if reasons or not gates:
+        raise ValueError(f"compress: {kind}: {(reasons or ['no gate next to experts'])[0]}")
+    for gate in gates:
+        if reason := _uncut(gate):
+            raise ValueError(f"compress: {kind}, layer {gate.layer!r}: {reason}")
+    if len({gate.num_experts for gate in gates}) > 1:
+        raise ValueError(f"compress: {kind}: its layers differ in their number of experts: it is compressed already")
+    return gates, gates[0].num_experts, max(map(_fewest, gates)), max(map(groups_of, gates))
+
+
+def _uncut(gate: Gate) -> str | None:
     """Why the experts of this layer cannot be cut; None if they can."""
     name = f"its gate {type(gate.module).__name__}"
     if gate.layout is not None or gate.form.table or hasattr(gate.module, "pointsman"):
@@ -41,7 +59,7 @@ def groups_of(gate: Gate) -> int:
     return next((number for number in found if isinstance(number, int)), 1)
 
 
-def fewest(gate: Gate) -> int:
+def _fewest(gate: Gate) -> int:
     """The fewest experts with which a gate can still choose its k."""
     groups, k = groups_of(gate), gate_top_k(gate).value
     reached = max_top_k(gate) * groups // gate.num_experts  # groups that a token may use

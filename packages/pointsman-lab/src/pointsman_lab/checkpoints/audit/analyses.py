@@ -6,20 +6,18 @@ What is tried last are prunings and merges of several sizes, verified on held-ou
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pointsman.diagnostics import Diagnostics
 from pointsman.diagnostics.base import number
-from pointsman.hf.gates import find_gates, survey
-from pointsman.hf.listen import GateListener
+from pointsman.hf.gates import survey
 from pointsman.hf.top_k import gate_top_k
 from pointsman.traces import RoutingTrace
 from pointsman_lab.checkpoints.audit.blocks import Blocks
-from pointsman_lab.checkpoints.audit.serving import serving
+from pointsman_lab.checkpoints.audit.serving import served, serving
 from pointsman_lab.checkpoints.audit.trials import (
     Rows,
     halves,
@@ -31,9 +29,9 @@ from pointsman_lab.checkpoints.audit.trials import (
     super_experts,
     verdict,
 )
-from pointsman_lab.checkpoints.choosing import drawn, plan
-from pointsman_lab.checkpoints.cutting import cut, fewest, groups_of, why_uncut
-from pointsman_lab.checkpoints.text import TEXT, TextBatch
+from pointsman_lab.checkpoints.choosing import at_random, plan
+from pointsman_lab.checkpoints.cutting import cut, cuttable
+from pointsman_lab.checkpoints.text import TextBatch
 from pointsman_lab.traces.placement import cache, place
 
 TIMES = (1, 16, 128)
@@ -75,26 +73,23 @@ def analysed(
     found["super_experts"], found["schedules"], found["prunings"] = [], [], []
     if probes and any(row["loss"] for row in quality):  # without a loss nothing can be tried
         search, held_out = (half if predicts(half) else [] for half in halves(probes))
-        found["super_experts"], reason = super_experts(model, gates, search, held_out)
-        notes += [reason] if reason else []
-        try:
-            ks = [row["top_k"] for row in quality if row["top_k"]]
-            found["schedules"], reason = schedules(model, gates, ks, search, held_out, margin)
-            notes += [reason] if reason else []
-            chosen = {
-                one["kind"]: {name: loads[k][name] for name, k in one["ks"].items()} for one in found["schedules"]
-            }
-            rows = serving(model, gates, chosen)["rows"]
-            for one in found["schedules"]:
-                one["serving"] = [row for row in rows if row["top_k"] == one["kind"]]
-        except ValueError as error:
-            notes.append(f"k by layer left out: {error}")
-        try:
-            if len(gates) == len(every):
-                found["prunings"], reason = prunings(model, search, held_out, margin)
-                notes += [reason] if reason else []
-        except (ValueError, torch.OutOfMemoryError) as error:
-            notes.append(f"experts that can go left out: {str(error).removeprefix('compress: ')}")
+        trials: dict[str, tuple[str, Callable[[], list[dict[str, Any]]]]] = {
+            "super_experts": ("super experts", lambda: super_experts(model, gates, search, held_out)),
+            "schedules": ("k by layer", lambda: schedules(model, gates, loads, search, held_out, margin)),
+        }
+        if len(gates) == len(every):
+            trials["prunings"] = "experts that can go", lambda: prunings(model, search, held_out, margin)
+        for name, (what, tried) in trials.items():
+            try:
+                if not search or not held_out:
+                    raise ValueError("the text is too short to be divided in two; read more of it")
+                found[name] = tried()
+            except (ValueError, torch.OutOfMemoryError) as error:
+                notes.append(f"{what} left out: {str(error).removeprefix('compress: ')}")
+        chosen = {one["kind"]: {name: loads[k][name] for name, k in one["ks"].items()} for one in found["schedules"]}
+        costs = serving(model, gates, chosen)["rows"]
+        for one in found["schedules"]:
+            one["serving"] = [row for row in costs if row["top_k"] == one["kind"]]
     experts = min(trace.num_experts.values(), default=0)
     if experts > 2 and trace.tokens > 1:
         found["placement"] = place(trace, min(DEVICES, experts), spare=min(DEVICES, experts), batch=256)
@@ -158,76 +153,55 @@ def _members(experts: Tensor, num_experts: int) -> Tensor:
 
 def prunings(
     model: nn.Module, search: Sequence[TextBatch], held_out: Sequence[TextBatch], margin: float
-) -> tuple[list[dict[str, Any]], str | None]:
-    """Each method at each size: chosen on the first half, its loss measured on the other; and why there is none.
+) -> list[dict[str, Any]]:
+    """Each method at each size: chosen on the first half, its loss measured on the other.
 
     Returns:
         Rows of {"method", "kept", "experts", "groups" (layer -> the experts that become one each), "dropped" (layer
         -> experts without a place), the paired rise of the loss as `ratio` gives it, "share" and "share_half" of the
         loss, "within" the margin: True, False, or None where the text does not decide, "random": the loss minus the
-        mean of random prunings, "serving"}; and the reason.
+        mean of random prunings, "serving"}.
+
+    Raises:
+        ValueError: the experts cannot be cut, or a copy of most of them does not fit beside the model.
     """
-    gates, reasons = survey(model)
-    numbers = {gate.num_experts for gate in gates}
-    reason = reasons[0] if reasons else None if len(numbers) == 1 else "its layers differ in their number of experts"
-    reason = reason or next((why for gate in gates if (why := why_uncut(gate))), None) or _too_large(model)
-    if reason or not search or not held_out:
-        return [], f"experts that can go left out: {reason or 'the text is too short to be divided in two'}"
-    number, groups = numbers.pop(), max(map(groups_of, gates))
-    least = max(map(fewest, gates))
-    sizes = dict.fromkeys(round(number * size / groups) * groups for size in SIZES)
+    gates, number, least, limits = cuttable(model)
+    _check_memory(model)
+    sizes = dict.fromkeys(round(number * size / limits) * limits for size in SIZES)
     tried = [
-        (size, method) for size in sizes if least <= size < number for method in METHODS[: 1 if groups > 1 else None]
+        (size, method) for size in sizes if least <= size < number for method in METHODS[: 1 if limits > 1 else None]
     ]
-    base = measured(model, held_out)
-    scale, own, chance = mean_of(base), gate_top_k(gates[0]).value, dict[int, Rows]()
+    base, chance = measured(model, held_out), dict[int, Rows]()
     rows = []
     for size, method in tried:
+        groups, counts = plan(model, gates, search, size, method)
         if size not in chance:
-            same = {gate.layer: size for gate in gates}
-            lost = [measured(cut(model, gates, drawn(gates, same, 1 + one)), held_out) for one in range(RANDOM)]
-            chance[size] = [(sum(one[0] for one in each) / RANDOM, each[0][1]) for each in zip(*lost, strict=True)]
-        smaller = cut(model, gates, *(made := plan(model, gates, search, size, method)), method == "m-smoe")
+            chance[size] = at_random(model, gates, groups, held_out, RANDOM)[1]
+        smaller = cut(model, gates, groups, counts, method == "m-smoe")
         after = measured(smaller, held_out)
         rise = paired(after, base, len(tried))
         gone = {
-            layer: sorted({*range(number)} - {one for group in of for one in group}) for layer, of in made[0].items()
+            layer: sorted({*range(number)} - {one for group in of for one in group}) for layer, of in groups.items()
         }
-        load = {layer: (own, of["load"]["share"]) for layer, of in loads(smaller, held_out).items()}
         rows.append(
-            {"method": method, "kept": size, "experts": number, "groups": made[0], "dropped": gone, **rise,
-             **verdict(rise, scale, margin), "random": paired(after, chance[size], len(tried)),
-             "serving": serving(smaller, find_gates(smaller), {own: load})}
+            {"method": method, "kept": size, "experts": number, "groups": groups, "dropped": gone, **rise,
+             **verdict(rise, mean_of(base), margin), "random": paired(after, chance[size], len(tried)),
+             "serving": served(smaller, held_out, gate_top_k(gates[0]).value)[1]}
         )  # fmt: skip
-    return rows, None
+    return rows
 
 
-def _too_large(model: nn.Module) -> str | None:
-    """Why a copy of most of the experts does not fit beside the model."""
+def _check_memory(model: nn.Module) -> None:
+    """ValueError where a copy of most of the experts does not fit beside the model."""
     parameters = list(model.parameters())
     if any(one.is_meta for one in parameters):
-        return "they need a copy of the experts in memory"
+        raise ValueError("they need a copy of the experts in memory")
     needed, device = sum(one.numel() * one.element_size() for one in parameters), parameters[0].device
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     elif hasattr(os, "sysconf"):
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - needed
     else:
-        return None
-    if needed <= 0.9 * free:
-        return None
-    return f"a copy of the experts takes up to {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are left"
-
-
-def loads(model: nn.Module, batches: Sequence[TextBatch]) -> Mapping[str, Any]:
-    """Layer -> the load of the text's tokens."""
-    found, mask = Diagnostics("load"), torch.zeros(0)
-
-    def observe(layer: str, routing: Any, context: object, hidden: Tensor) -> None:
-        found.update(layer, routing, mask.to(hidden.device))
-
-    with GateListener(model, "compress").listen(observe):
-        for batch in batches:
-            mask = (batch.kinds == TEXT).reshape(-1)
-            measured(model, [batch])
-    return found.result()
+        return
+    if needed > 0.9 * free:
+        raise ValueError(f"a copy of the experts takes up to {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are left")

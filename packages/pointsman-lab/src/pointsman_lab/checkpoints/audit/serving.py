@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pointsman.hf.gates import Gate
+from pointsman.diagnostics import Diagnostics
+from pointsman.hf.gates import Gate, find_gates
+from pointsman.hf.listen import GateListener
+from pointsman_lab.checkpoints.audit.trials import measured
+from pointsman_lab.checkpoints.text import TEXT, TextBatch
 
 MACHINES = {
     "H100 SXM": (3.35e12, 989e12),
@@ -55,6 +59,22 @@ def serving(model: nn.Module, gates: Sequence[Gate], loads: Mapping[Any, Loads])
             )  # fmt: skip
     memory = {name: size * total for name, size in DTYPES.items()}
     return {"parameters": total, "experts": experts, "memory": memory, "rows": rows}
+
+
+def served(model: nn.Module, batches: Sequence[TextBatch], k: int) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """Layer -> the load of the text's tokens at the model's own k, and what it costs to serve it."""
+    found, mask = Diagnostics("load"), torch.zeros(0)
+
+    def observe(layer: str, routing: Any, context: object, hidden: Tensor) -> None:
+        found.update(layer, routing, mask.to(hidden.device))
+
+    with GateListener(model, "compress").listen(observe):
+        for batch in batches:
+            mask = (batch.kinds == TEXT).reshape(-1)
+            measured(model, [batch])
+    loads = found.result()
+    shares: Loads = {layer: (k, of["load"]["share"]) for layer, of in loads.items()}
+    return loads, serving(model, find_gates(model), {k: shares})
 
 
 def _expert_size(gate: Gate) -> int:

@@ -5,7 +5,7 @@ Both are searched on one half of some text and verified on the other half, paire
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise, product
 from statistics import mean
@@ -71,16 +71,17 @@ def verdict(rise: Mapping[str, Any], loss: float, margin: float) -> dict[str, An
 
 def super_experts(
     model: nn.Module, gates: Sequence[Gate], search: Sequence[TextBatch], held_out: Sequence[TextBatch]
-) -> tuple[list[dict[str, Any]], str | None]:
-    """The experts without whose output the loss changes most, largest first, and why there are none.
+) -> list[dict[str, Any]]:
+    """The experts without whose output the loss changes most, largest first.
 
     In a model with many experts those with the largest output (max |f_i| over tokens) are tried.
+
+    Raises:
+        ValueError: the output of an expert cannot be read.
     """
-    if not search or not held_out:
-        return [], "super experts left out: the text is too short to be divided in two"
     for gate in gates:
         if reason := why_unreadable(gate):
-            return [], f"super experts left out: {reason}"
+            raise ValueError(reason)
     with expert_sums(gates) as found:
         for batch in search:
             found.mask = (batch.kinds == TEXT).reshape(-1)
@@ -95,7 +96,7 @@ def super_experts(
             rise = paired(measured(model, held_out), base, len(peaks))
         rows.append({"layer": gate.layer, "expert": expert, "peak": peak, **rise})
     rows.sort(key=lambda row: -abs(row["mean"] or 0.0))
-    return rows[:TRIED], None
+    return rows[:TRIED]
 
 
 @contextmanager
@@ -113,11 +114,11 @@ def _schedule(fields: Sequence[TopKField], ks: Sequence[int]) -> Iterator[None]:
 def schedules(
     model: nn.Module,
     gates: Sequence[Gate],
-    ks: Sequence[int],
+    ks: Iterable[int],
     search: Sequence[TextBatch],
     held_out: Sequence[TextBatch],
     margin: float,
-) -> tuple[list[dict[str, Any]], str | None]:
+) -> list[dict[str, Any]]:
     """Schedules of k by layer with the fewest experts whose loss stays within `margin`, beside one k for all layers.
 
     Greedy: the layer in which one step down costs least on the first half goes down, while the loss there stays within
@@ -127,17 +128,18 @@ def schedules(
     Returns:
         Rows of {"kind", "ks" by layer, "mean_k", "searched" (rise on the first half, a share of the loss), the paired
         rise on the second half as `ratio` gives it, "share" and "share_half" of the loss, "kept": True where the whole
-        interval is within the margin, False where it is beyond, None where the text does not decide}; and why not.
+        interval is within the margin, False where it is beyond, None where the text does not decide}.
+
+    Raises:
+        ValueError: the class keeps one k for all layers.
     """
     fields = [gate_top_k(gate) for gate in gates]
     own = [field.value for field in fields]
     if len({(id(field.owner), field.attribute) for field in fields}) < len(fields):
-        return [], f"k by layer left out: {type(model).__name__} keeps one k for all layers"
+        raise ValueError(f"{type(model).__name__} keeps one k for all layers")
     levels = sorted({*(k for k in ks if k <= min(own)), *own})
     if len(levels) < 2:
-        return [], None
-    if not search or not held_out:
-        return [], "k by layer left out: the text is too short to be divided in two; read more of it"
+        return []
     losses: dict[tuple[int, ...], float] = {}
 
     def loss(schedule: Sequence[int]) -> float:
@@ -171,7 +173,7 @@ def schedules(
             {"kind": kind, "ks": names, "mean_k": mean(chosen), "searched": searched, **rise, "share": of["share"],
              "share_half": None if same else of["share_half"], "kept": True if same else of["within"]}
         )  # fmt: skip
-    return rows, None
+    return rows
 
 
 def _greedy(own: Sequence[int], levels: Sequence[int], loss: Any, allowed: float, budget: float) -> tuple[int, ...]:
