@@ -17,7 +17,7 @@ import pointsman
 from pointsman import hf
 from pointsman.hf.counterpart import counterpart
 from pointsman_lab.checkpoints import audit, compress
-from pointsman_lab.checkpoints.text import KINDS, count_tokens, text_batches
+from pointsman_lab.checkpoints.text import KINDS, text_batches
 from tests.library.hf import zoo
 from tests.library.hf.test_replace import spread
 from tests.library.hf.zoo import texts, tokenizer
@@ -30,8 +30,6 @@ def test_batches_keep_every_token_in_order() -> None:
     assert all(batch.ids.shape[0] <= 3 and batch.ids.shape[1] <= 8 for batch in found)
     few = list(text_batches(tokenizer(), texts(), length=8, batch_size=3, max_tokens=20))
     assert sum(int(batch.mask.sum()) for batch in few) == 20
-    for budget, expected in ((None, len(real)), (20, 20), (10_000, len(real))):
-        assert count_tokens(tokenizer(), texts(), length=8, max_tokens=budget) == expected
 
 
 def test_conversations_tell_content_from_template() -> None:

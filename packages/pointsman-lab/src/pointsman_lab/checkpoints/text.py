@@ -59,17 +59,6 @@ def text_batches(
         yield _batch(rows, padding)
 
 
-def count_tokens(tokenizer: Any, texts: Iterable[str | Conversation], *, length: int, max_tokens: int | None) -> int:
-    """The number of real tokens in `text_batches` with the same arguments."""
-    count = 0
-    for text in texts:
-        for ids, _ in _rows(tokenizer, text, length):
-            count += len(ids)
-            if max_tokens is not None and count >= max_tokens:
-                return max_tokens
-    return count
-
-
 def _rows(tokenizer: Any, text: str | Conversation, length: int) -> Iterator[tuple[list[int], list[int]]]:
     pieces = _pieces(tokenizer, text) if isinstance(text, str) else [_conversation(tokenizer, text)]
     ids: list[int] = []

@@ -62,7 +62,7 @@ def run(words: Sequence[str]) -> int:
     from pointsman.hf.loading import load_model, load_tokenizer
     from pointsman_lab.checkpoints import audit
     from pointsman_lab.checkpoints.on_disk import load_on_disk
-    from pointsman_lab.checkpoints.text import count_tokens
+    from pointsman_lab.checkpoints.text import text_batches
     from pointsman_lab.cli.progress import Display
 
     out = values.out or Path(f"audit-{Path(values.model).name}")
@@ -84,14 +84,12 @@ def run(words: Sequence[str]) -> int:
         print(f"pointsman: {kept / 2**30:.2f} of {told / 2**30:.2f} GiB of weights stay in memory", file=sys.stderr)
     budget = None if values.eval_tokens == "all" else values.eval_tokens
     share = None if budget is None else max(1, budget // len(domains))
-    counts = {
-        name: count_tokens(tokenizer, read_texts(data), length=values.length, max_tokens=share)
-        for name, data in domains.items()
-    }
-    for name, count in counts.items():
+    total, read = 0, {"length": values.length, "batch_size": 1, "max_tokens": share}
+    for data in domains.values():
+        count = sum(batch.ids.numel() for batch in text_batches(tokenizer, read_texts(data), **read))
         if not count:
-            raise RunError(f"pointsman audit: --data {domains[name]}: there is no text to read")
-    total = sum(counts.values())
+            raise RunError(f"pointsman audit: --data {data}: there is no text to read")
+        total += count
     texts = {name: read_texts(data) for name, data in domains.items()}
     with Display() as display:
         display.phase("audit", total=total)
