@@ -27,7 +27,7 @@ ROOMS = {
     ),
     "pointsman_lab": (
         "_shapes", "_files", "_values", "_grid", "canonical", "intervals", "processes", "progress", "registry",
-        "models", "data", "runs", "evaluation", "training", "recipes", "finetuning", "traces", "checkpoints", "report",
+        "models", "data", "runs", "evaluation", "training", "recipes", "finetuning", "traces", "report", "checkpoints",
         "exam", "planning", "diagnosis", "testing", "checks", "cli", "tasks", "__main__",
     ),
 }  # fmt: skip

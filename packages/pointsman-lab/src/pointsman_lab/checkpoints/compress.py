@@ -22,11 +22,11 @@ from pointsman_lab.checkpoints.audit.blocks import PARTS, mapped
 from pointsman_lab.checkpoints.audit.result import beats_random
 from pointsman_lab.checkpoints.audit.run import finite
 from pointsman_lab.checkpoints.audit.serving import MACHINES, served
-from pointsman_lab.checkpoints.audit.summary import INTERVALS, plus_minus
 from pointsman_lab.checkpoints.audit.trials import Rows, halves, mean_of, measured, paired
 from pointsman_lab.checkpoints.choosing import METHODS, at_random, plan
 from pointsman_lab.checkpoints.cutting import Keep, cut, cuttable, distil
 from pointsman_lab.checkpoints.text import Conversation, TextBatch, refuse_unknown_tokens, text_batches
+from pointsman_lab.report.audit_costs import INTERVAL, spread
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,20 @@ class Compression:
     def markdown(self) -> str:
         """A summary."""
         rows = [
-            [str(row["top_k"]), f"{row['original']:.4f}", f"{row['compressed']:.4f}", _spread(row["difference"])]
+            [
+                str(row["top_k"]),
+                f"{row['original']:.4f}",
+                f"{row['compressed']:.4f}",
+                spread(row["difference"], sign=True),
+            ]
             for row in self.quality
         ]
         names = ["all", *self.domains] if len(self.domains) > 1 else ["all"]
         parts = [{"difference": self.quality[-1]["difference"], "random": self.random["difference"]}]
         parts += list(self.domains.values())
         of = [
-            [name, _spread(one["difference"]), _spread(one["random"])] for name, one in zip(names, parts, strict=False)
+            [name, spread(one["difference"], sign=True), spread(one["random"], sign=True)]
+            for name, one in zip(names, parts, strict=False)
         ]
         before, after = (self.serving[name]["memory"]["bfloat16"] / 2**20 for name in ("before", "after"))
         stays = sum(one["stays"] for one in self.routing.values()) / len(self.routing)
@@ -92,23 +98,20 @@ class Compression:
         ]  # fmt: skip
         if self.even is not None:
             numbers = ", ".join(str(len(groups)) for groups in self.kept.values())
-            lines += [f"Experts by layer: {numbers}. Loss against {self.experts} in every layer: {_spread(self.even)}. "
+            lines += [f"Experts by layer: {numbers}. Loss against {self.experts} in every layer: "
+                      f"{spread(self.even, sign=True)}. "
                       "Load the folder with trust_remote_code=True: its uneven.py makes layers of several sizes.",
                       ""]  # fmt: skip
         lines += [
             markdown_table(["k", "original", "compressed", "difference"], rows), "",
             markdown_table(["text", "against the original", "against random pruning"], of), "",
             f"Held-out text, {self.protocol['held_out']:,} tokens; {len(self.random['losses'])} random prunings. "
-            + INTERVALS, "",
+            f"{INTERVAL} Intervals are corrected for the number of k, and of texts.", "",
             markdown_table(["batch", "distinct", "MiB a token", "µs"], costs), "",
             "Cost to serve a token (estimate), before and after: experts of a layer that a batch needs, weights read "
             f"in bf16, and the time on {slowest} by roofline.",
         ]  # fmt: skip
         return wrapped("\n".join(lines), 80) + "\n"
-
-
-def _spread(one: Mapping[str, Any]) -> str:
-    return plus_minus(one["mean"], one["half"], sign=True)
 
 
 def compress(

@@ -18,7 +18,7 @@ KEPT = {True: "yes", False: "no", None: "not decided by this text"}
 
 def cost_parts(audit: Found) -> list[dict[str, Any]]:
     """{"title", "grid", "note"} of each part that follows what the audit has measured of the routing."""
-    return [_answers(audit), _schedules(audit), _memory(audit), _serving(audit), _placement(audit), _cache(audit)]
+    return [_schedules(audit), _memory(audit), _serving(audit), _placement(audit), _cache(audit)]
 
 
 def spread(of: Found | None, digits: int = 4, *, sign: bool = False, scale: float = 1.0) -> str:
@@ -28,6 +28,23 @@ def spread(of: Found | None, digits: int = 4, *, sign: bool = False, scale: floa
         return NONE
     shown = f"{mean * scale:{'+' if sign else ''}.{digits}f}"
     return shown if half is None else f"{shown} ± {half * scale:.{digits}f}"
+
+
+def answers(audit: Found) -> dict[str, Any]:
+    found = audit.get("answers") or []
+    rows = [
+        [k_of(one, audit), spread(one["reached"], 1, scale=100), spread(one.get("gained"), 1, sign=True, scale=100),
+         spread(one["tokens"], 1), spread(one.get("times"), 2)]
+        for one in found
+    ]  # fmt: skip
+    most = (audit.get("protocol") or {}).get("answer_tokens")
+    note = (
+        f"Greedy generation on {found[0]['prompts'] if found else 0} prompts until the answer is in its text; without "
+        f"the answer, until the text ends or {most} tokens are spent. Times: tokens over those of the own k. "
+        "± is half of the 95 % interval over prompts, paired with the own k."
+    )
+    header = ["k", "answers, %", "against own k", "tokens a prompt", "times own k"]
+    return {"title": "Tokens to an answer", "grid": Grid(header, rows, code=False), "note": note}
 
 
 def prunings(audit: Found) -> dict[str, Any]:
@@ -65,23 +82,6 @@ def dropped(audit: Found) -> dict[str, Any]:
         + (" 3 + 5: these become one." if one.get("method") == "m-smoe" else "")
     )
     return {"title": "Which experts go", "grid": Grid(["layer", "experts"], rows), "note": note}
-
-
-def _answers(audit: Found) -> dict[str, Any]:
-    found = audit.get("answers") or []
-    rows = [
-        [k_of(one, audit), spread(one["reached"], 1, scale=100), spread(one.get("gained"), 1, sign=True, scale=100),
-         spread(one["tokens"], 1), spread(one.get("times"), 2)]
-        for one in found
-    ]  # fmt: skip
-    most = (audit.get("protocol") or {}).get("answer_tokens")
-    note = (
-        f"Greedy generation on {found[0]['prompts'] if found else 0} prompts until the answer is in its text; without "
-        f"the answer, until the text ends or {most} tokens are spent. Times: tokens over those of the own k. "
-        "± is half of the 95 % interval over prompts, paired with the own k."
-    )
-    header = ["k", "answers, %", "against own k", "tokens a prompt", "times own k"]
-    return {"title": "Tokens to an answer", "grid": Grid(header, rows), "note": note}
 
 
 def _schedules(audit: Found) -> dict[str, Any]:

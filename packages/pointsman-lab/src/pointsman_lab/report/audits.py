@@ -8,13 +8,25 @@ from typing import Any
 
 from pointsman_lab._grid import NONE, Grid
 from pointsman_lab._values import finite
-from pointsman_lab.report.audit_costs import INTERVAL, Found, cost_parts, dropped, k_of, percent, prunings, spread
+from pointsman_lab.report.audit_costs import (
+    INTERVAL,
+    Found,
+    answers,
+    cost_parts,
+    dropped,
+    k_of,
+    percent,
+    prunings,
+    spread,
+)
 from pointsman_lab.report.series import short_layer
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.paths import AUDIT
 from pointsman_lab.runs.record import read_object
 
 MOST = 12  # rows of a table of experts
+HOT = 3.0
+"""An expert is called hot if its load is more than HOT times the load under uniform routing."""
 WORDS = {
     "Domains apart": (2,), "Experts of one domain": (1,), "What experts read": (1,), "Experts that can go": (1, 3),
     "Which experts go": (1,), "Experts that go together": (2,), "k by layer": (2, 5),
@@ -33,9 +45,14 @@ def audit_parts(comparison: Comparison) -> list[dict[str, Any]]:
     return [{**part, "id": f"audit-{place}"} for place, part in enumerate(found)]
 
 
+def main_parts(audit: Found) -> list[dict[str, Any]]:
+    """The loss at every k, and the routing of every layer, as far as they were measured."""
+    made = [_quality(audit), _change(audit), answers(audit), _routing(audit.get("layers") or {})]
+    return [part for part in made if part["grid"].rows]
+
+
 def _parts(audit: Found) -> list[dict[str, Any]]:
-    layers: Found = audit.get("layers") or {}
-    made = [_quality(audit), _change(audit), _routing(layers), _by_domain(audit), _domains(audit)]
+    made = [*main_parts(audit), _by_domain(audit), _domains(audit)]
     made += [_specialists(audit), _tokens(audit), _coverage(audit), prunings(audit), dropped(audit), _super(audit)]
     made += [_across(audit), *cost_parts(audit)]
     return [{**part, "words": WORDS.get(part["title"], ())} for part in made if part["grid"] and part["grid"].rows]
@@ -58,15 +75,14 @@ def load_maps(comparison: Comparison) -> dict[str, dict[str, Any]]:
 def _quality(audit: Found) -> dict[str, Any]:
     domains = list(audit.get("domains") or {})
     domains = domains if len(domains) > 1 else []
-    found = audit.get("quality") or ()
     rows = [
-        [k_of(row, audit), spread({"mean": row["loss"], "half": row.get("half")}),
+        [k_of(row, audit), spread({"mean": row["loss"], "half": row.get("half")}), *_numbers(row.get("perplexity")),
          *(spread(row.get("domains", {}).get(name)) for name in domains)]
-        for row in found
+        for row in audit.get("quality") or ()
     ]  # fmt: skip
+    grid = Grid(["k", "all text" if domains else "loss", "perplexity", *domains], rows, code=False)
     note = "Nats a text token. ± is half of the 95 % interval over rows of text."
-    return {"title": "Loss at every k", "grid": Grid(["k", "all text" if domains else "loss", *domains], rows),
-            "note": note}  # fmt: skip
+    return {"title": "Loss at every k", "grid": grid, "note": note}
 
 
 def _change(audit: Found) -> dict[str, Any]:
@@ -77,31 +93,37 @@ def _change(audit: Found) -> dict[str, Any]:
          *(spread((row.get("domains", {}).get(name) or {}).get("difference"), sign=True) for name in domains)]
         for row in audit.get("quality") or () if row["top_k"] != audit.get("top_k")
     ]  # fmt: skip
-    note = f"Loss minus that at the model's own k. {INTERVAL} They are corrected for the number of values of k."
-    grid = Grid(["k", "all text" if domains else "change", *domains], rows)
+    grid = Grid(["k", "all text" if domains else "change", *domains], rows, code=False)
+    note = f"Loss minus that at the model's own k. {INTERVAL} Intervals are corrected for the number of values of k."
     return {"title": "Change of the loss with k", "grid": grid, "note": note}
 
 
 def _routing(layers: Found) -> dict[str, Any]:
     rows = []
     for name, of in layers.items():
-        load = of.get("load") or {}
-        share, least = load.get("share") or [], 0.1 / max(1, of.get("num_experts") or 1)
+        load, experts = of.get("load") or {}, max(1, of.get("num_experts") or 1)
+        share = [finite(one) or 0.0 for one in load.get("share") or ()]
         figures = [("entropy", "mean"), ("margin", "mean"), ("collapse", "value"), ("specialisation", "corrected")]
+        counts = [len(load.get("dead") or ()), sum(0 < one < 0.1 / experts for one in share)]
+        counts.append(sum(one > HOT / experts for one in share))
+        moved = [(of.get("bfloat16") or {}).get("sets"), (of.get("fluctuation") or {}).get("top1")]
         rows.append(
             [short_layer(name), *_numbers(*((of.get(part) or {}).get(key) for part, key in figures)),
-             f"{load.get('effective') or 0:.1f} of {of.get('num_experts')}", str(len(load.get("dead") or ())),
-             str(sum(bool(x) and x < least for x in share)), percent((of.get("bfloat16") or {}).get("sets"))]
+             f"{load.get('effective') or 0:.1f} of {of.get('num_experts')}", *map(str, counts), *map(percent, moved)]
         )  # fmt: skip
-    header = ["layer", "entropy", "margin", "separation", "token identity", "experts in use", "dead", "nearly dead"]
-    return {
-        "title": "Routing by layer", "grid": Grid([*header, "others in bf16"], rows),
-        "note": "Entropy of the gate's full distribution, nats: 0 is certain. Margin: score of the last chosen expert "
-        "minus that of the next. Separation (representation collapse): spread of the gate's inputs within the tokens "
-        "of one expert over that between experts; larger is less collapsed. Token identity: nats that the token "
-        "itself says of its expert; 0 is nothing. Experts in use: exp of the load's entropy. Nearly dead: below a "
-        "tenth of an even share. Others in bf16: tokens whose experts change where the gate computes in bf16.",
-    }  # fmt: skip
+    header = ["layer", "entropy", "margin", "separation", "token identity", "in use", "dead", "nearly dead", "hot",
+              "in bf16", "moved"]  # fmt: skip
+    grid = Grid(header, rows, code=False).without_empty_columns()
+    note = (
+        "Entropy of the gate's full distribution, nats: 0 is certain. Margin: score of the last chosen expert minus "
+        "that of the next. Separation (representation collapse): spread of the gate's inputs within the tokens of one "
+        "expert over that between experts; larger is less collapsed. Token identity: nats that the token itself says "
+        "of its expert; 0 is nothing. In use: exp of the load's entropy, experts. Nearly dead: below a tenth of an "
+        "even share; hot: over three times an even share."
+    )
+    note += " In bf16: tokens with other experts where the gate computes in bf16." if "in bf16" in grid.header else ""
+    note += " Moved: with another first expert than in the other checkpoint." if "moved" in grid.header else ""
+    return {"title": "Routing by layer", "grid": grid, "note": note}
 
 
 def _by_domain(audit: Found) -> dict[str, Any]:

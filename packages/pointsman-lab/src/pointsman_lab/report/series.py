@@ -37,7 +37,7 @@ def short_layer(name: str) -> str:
     """'layers.3.inner' -> 'layer 3', 'encoder.layers.3' -> 'encoder layer 3', as the model counts; others stay."""
     parts = name.split(".")
     numbers = [part for part in parts if part.isdigit()]
-    side = next((f"{part} " for part in parts if part in ("encoder", "decoder")), "")
+    side = next((f"{part} " for part in parts if part in ("encoder", "decoder", "thinker", "talker")), "")
     return f"{side}layer {numbers[0]}" if len(numbers) == 1 else name
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from pointsman_lab._files import write_whole
+from pointsman_lab._grid import wrapped
 from pointsman_lab.checkpoints.audit.sample import Sample, explorer
-from pointsman_lab.checkpoints.audit.summary import markdown, short_names
 from pointsman_lab.intervals import smallest_within
+from pointsman_lab.report.audits import HOT, main_parts
+from pointsman_lab.report.series import short_layer
 
 FORMAT = 1
-HOT = 3.0
-"""An expert is called hot if its load is more than HOT times the load under uniform routing."""
 TOLERANCE = 0.01
 """The cheapest k is the smallest k whose loss exceeds that at the model's own k by at most this share."""
 LARGEST = 700.0  # nats; exp of a larger loss overflows a float
@@ -152,7 +152,7 @@ class AuditResult:
                 f"the loss within {TOLERANCE:.0%}."] if tried else []  # fmt: skip
 
     def _loads(self) -> list[str]:
-        said, names = list[str](), short_names(self.layers)
+        said = list[str]()
         hot = "got over three times the load of uniform routing"
         apart = [one for one in self.analyses.get("divergence") or () if one["half"] and one["mean"] > one["half"]]
         if apart:
@@ -176,16 +176,16 @@ class AuditResult:
                 several = (
                     f"{count} expert{'' if count == 1 else 's'} in {len(found)} layer{'' if len(found) == 1 else 's'}"
                 )
-                said.append(f"{several} {what} (in layer {names[layer]}: {shown}).")
+                said.append(f"{several} {what} (in {short_layer(layer)}: {shown}).")
         changed = {name: layer["bfloat16"]["sets"] or 0 for name, layer in self.layers.items() if "bfloat16" in layer}
         if changed and changed[worst := max(changed, key=changed.__getitem__)]:
             said.append(
-                f"In bf16 up to {changed[worst]:.2%} of the tokens choose other experts (layer {names[worst]})."
+                f"In bf16 up to {changed[worst]:.2%} of the tokens choose other experts ({short_layer(worst)})."
             )
         moved = {name: of["fluctuation"]["top1"] or 0 for name, of in self.layers.items() if "fluctuation" in of}
         if moved:
             worst = max(moved, key=moved.__getitem__)
-            said.append(f"Up to {moved[worst]:.1%} of the tokens changed their first expert (layer {names[worst]}).")
+            said.append(f"Up to {moved[worst]:.1%} of the tokens changed their first expert ({short_layer(worst)}).")
         return said
 
     def _routers(self) -> list[str]:
@@ -205,8 +205,15 @@ class AuditResult:
         return next((row["loss"] for row in self.quality if row["top_k"] == self.top_k), None)
 
     def markdown(self) -> str:
-        """A summary: the loss at every k, then a line for each layer."""
-        return markdown(self)
+        """What was found, the loss at every k and the routing of every layer, as on the page."""
+        found = self.to_dict()
+        read = ", ".join(f"{count:,} {kind}" for kind, count in self.tokens.items() if count)
+        lines = [f"# Audit of {self.model}", "", f"{self.parameters:,} parameters; tokens read: {read}.", ""]
+        lines += [f"- {sentence}" for sentence in found["findings"]]
+        for part in main_parts(found):
+            lines += ["", f"## {part['title']}", "", part["grid"].markdown(), "", part["note"]]
+        lines += ["", *(f"- {note}" for note in self.notes)] if self.notes else []
+        return wrapped("\n".join(lines), 80) + "\n"
 
     def save(self, directory: str | Path, data: str = "texts", command: str | None = None) -> Path:
         """Writes audit.json, audit.md and the files of a run directory that `pointsman report` reads.
