@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from pointsman._errors import RunError
-from pointsman.diagnostics import RoutingMonitor
 from pointsman.ops.kernels import using
 from pointsman_lab.cli.main import main
 from pointsman_lab.diagnosis import Settings, _label, diagnose_path
@@ -40,7 +39,7 @@ def runs(tmp_path_factory):
     for router in routers:
         for seed in (0, 1) if router != "dense" else (0,):
             of = replace(config, model=replace(model, router=router), seed=seed)
-            train(of, run_path(folder, router, seed), monitor=RoutingMonitor)
+            train(of, run_path(folder, router, seed))
     torch.set_num_threads(threads)
     plan = {"format": 1, "settings": {"model": {}}, "routers": routers, "seeds": [0, 1]}
     (folder / "comparison.json").write_text(json.dumps(plan))

@@ -17,9 +17,9 @@ from pointsman_lab.finetuning.run import finetuned_path, identity
 from pointsman_lab.recipes import preset
 from pointsman_lab.report.task_table import routing_of
 from pointsman_lab.runs.checkpoints import last_checkpoint
-from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.runs.record import read_run
 from pointsman_lab.training.checkpoint import checkpoint_tensors
+from pointsman_lab.training.directory import RunDirectory
 from pointsman_lab.training.run import load_run
 from pointsman_lab.training.state import Interrupted
 

@@ -13,9 +13,9 @@ from pointsman._errors import RunError
 from pointsman.ranks import ALONE, Ranks
 from pointsman_lab.evaluation.passes import own_share
 from pointsman_lab.runs.checkpoints import open_checkpoint
-from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.tasks.language_modelling.task import LanguageModelling
 from pointsman_lab.training.checkpoint import checkpoint_tensors
+from pointsman_lab.training.directory import RunDirectory
 from pointsman_lab.training.objectives import Objective, with_a_target
 from pointsman_lab.training.run import load_run
 from pointsman_lab.training.state import TrainingState

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -594,11 +595,12 @@ def training(
     config = run_config(text, spec, **(changes or {}))
     last = ranks.rank == ranks.count - 1
     Watch.step, Watch.last, Float64.broken = 0, stop * last, broken * last
+    divided = Layout.parse(layout, ranks.count) if ranks.count > 1 else None
     try:
-        trainer.train(
-            config, out, resume=resume, task=Float64.open(config), monitor=Watch, stop=Watch, ranks=ranks,
-            layout=Layout.parse(layout, ranks.count) if ranks.count > 1 else None,
-        )  # fmt: skip
+        with mock.patch.object(trainer, "RoutingMonitor", Watch):
+            trainer.train(
+                config, out, resume=resume, task=Float64.open(config), stop=Watch, ranks=ranks, layout=divided
+            )
     except (RunError, Stopped) as error:
         return str(error)
     return ""
@@ -625,7 +627,7 @@ def masked(ranks: Ranks, texts: str, out: str, layout: str = "") -> str:
     )  # fmt: skip
     task = one_after_another(ranks, lambda: Masked.open(config))
     divided = Layout.parse(layout, ranks.count) if ranks.count > 1 else None
-    trainer.train(config, out, task=task, monitor=Watch, ranks=ranks, layout=divided)
+    trainer.train(config, out, task=task, ranks=ranks, layout=divided)
     return ""
 
 
@@ -650,7 +652,7 @@ def translated(ranks: Ranks, texts: str, out: str, layout: str = "") -> str:
     )  # fmt: skip
     task = one_after_another(ranks, lambda: Exact.open(config))
     divided = Layout.parse(layout, ranks.count) if ranks.count > 1 else None
-    trainer.train(config, out, task=task, monitor=Watch, ranks=ranks, layout=divided)
+    trainer.train(config, out, task=task, ranks=ranks, layout=divided)
     return ""
 
 
@@ -676,7 +678,7 @@ def pictured(ranks: Ranks, folder: str, out: str, layout: str = "") -> str:
     )  # fmt: skip
     task = one_after_another(ranks, lambda: Exact.open(config))
     divided = Layout.parse(layout, ranks.count) if ranks.count > 1 else None
-    trainer.train(config, out, task=task, monitor=Watch, ranks=ranks, layout=divided)
+    trainer.train(config, out, task=task, ranks=ranks, layout=divided)
     return ""
 
 

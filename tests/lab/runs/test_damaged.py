@@ -12,12 +12,11 @@ from pointsman._errors import RunError
 from pointsman_lab._values import finite
 from pointsman_lab.runs.checkpoints import open_checkpoint, prune, remove_leftovers, steps_of, write_folder
 from pointsman_lab.runs.compact import RECORD, read_record
-from pointsman_lab.runs.directory import RunDirectory
-from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.directory import RunDirectory
 
 READERS: dict[str, Callable[[Path], object]] = {
     "vocabulary.json": lambda folder: RunDirectory(folder).vocabulary(),
-    "config.json": lambda folder: RunDirectory(folder).config(RunConfig),
+    "config.json": lambda folder: RunDirectory(folder).config(),
     RECORD: lambda folder: list(read_record(folder)),
 }
 

@@ -21,15 +21,14 @@ from torch import Tensor
 
 from pointsman._errors import RunError
 from pointsman.control import named_routers
-from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.ops.kernels import using
 from pointsman_lab.data.corpus import Corpus
 from pointsman_lab.evaluation.passes import PLAIN
 from pointsman_lab.runs.checkpoints import open_checkpoint, steps_of
-from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.tasks.language_modelling.task import LanguageModelling, token_counts
 from pointsman_lab.training.checkpoint import checkpoint_tensors
 from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.directory import RunDirectory
 from pointsman_lab.training.run import load_run
 from pointsman_lab.training.state import Diverged, Interrupted
 from pointsman_lab.training.trainer import TrainResult, train
@@ -109,11 +108,11 @@ def test_stopped_and_resumed_equals_unbroken_bit_for_bit(
     settings: Settings, run: Callable[..., TrainResult], router: str, stop_after: int
 ) -> None:
     config = settings(router, observe_every=2, **ROUTERS[router])
-    unbroken = run(config, "unbroken", monitor=RoutingMonitor)
+    unbroken = run(config, "unbroken")
     listener = Listener(stop_after)
     with pytest.raises(Interrupted, match=rf"after step {stop_after}; .*--resume"):
-        run(config, "broken", progress=listener, stop=listener, monitor=RoutingMonitor)
-    resumed = run(config, "broken", resume=True, progress=Listener(), monitor=RoutingMonitor)
+        run(config, "broken", progress=listener, stop=listener)
+    resumed = run(config, "broken", resume=True, progress=Listener())
     assert resumed.step == 8
     assert not resumed.already_finished
     assert_equal_runs(unbroken.out, resumed.out)
@@ -201,7 +200,7 @@ def test_killed_with_signal_9_and_resumed(
 
 def test_what_a_finished_run_leaves(settings: Settings, run: Callable[..., TrainResult]) -> None:
     listener = Listener()
-    result = run(settings("hyperrouter"), progress=listener, monitor=RoutingMonitor)
+    result = run(settings("hyperrouter"), progress=listener)
     out = result.out
     files = {entry.name for entry in out.iterdir()}
     assert files == {
@@ -313,8 +312,8 @@ def test_tensorboard(settings: Settings, run: Callable[..., TrainResult]) -> Non
     listener = Listener(3)
     config = settings(tensorboard=True, observe_every=2)
     with pytest.raises(Interrupted):
-        run(config, progress=listener, stop=listener, monitor=RoutingMonitor)
-    result = run(config, resume=True, monitor=RoutingMonitor)
+        run(config, progress=listener, stop=listener)
+    result = run(config, resume=True)
     events = accumulator.EventAccumulator(str(result.out / "tensorboard"))
     events.Reload()
     tags = events.Tags()["scalars"]
@@ -357,8 +356,8 @@ def test_trackers(
     monkeypatch.setitem(sys.modules, name, library)
     config = settings(track=(name,), observe_every=2)
     with pytest.raises(Interrupted):
-        run(config, progress=listener, stop=listener, monitor=RoutingMonitor)
-    run(config, resume=True, monitor=RoutingMonitor)
+        run(config, progress=listener, stop=listener)
+    run(config, resume=True)
     first, second = library.begun
     assert first["name"] == second["name"]
     assert first.get("id") == second.get("id")

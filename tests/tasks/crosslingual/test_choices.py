@@ -20,7 +20,6 @@ pytest.importorskip("sentencepiece")
 from safetensors.torch import load_file
 
 from pointsman._errors import RunError
-from pointsman.diagnostics import RoutingMonitor
 from pointsman_lab.cli.main import main
 from pointsman_lab.data.pieces import train_pieces
 from pointsman_lab.diagnosis import Settings, diagnose_path
@@ -113,11 +112,10 @@ def test_a_run_whose_chosen_weights_are_lost_trains_them_again(run: Path, tmp_pa
 
 
 def test_pre_training_is_not_chosen(run: Path, data: Path, tmp_path: Path) -> None:
-    from pointsman_lab.runs.directory import RunDirectory
-    from pointsman_lab.training.config import RunConfig
+    from pointsman_lab.training.directory import RunDirectory
     from pointsman_lab.training.trainer import train
 
-    config = RunDirectory(run).config(RunConfig).with_overrides({"choose": "best-valid", "validate_every": 1})
+    config = RunDirectory(run).config().with_overrides({"choose": "best-valid", "validate_every": 1})
     with pytest.raises(RunError, match=r"choose=best-valid: it is for fine-tuning"):
         train(config, tmp_path / "run")
     with pytest.raises(RunError, match="best-valid"):
@@ -159,8 +157,7 @@ def test_the_consistency_of_fine_tunings_of_one_run_is_read(run: Path, tmp_path:
     settings = {"batch_size": 8, "observe_every": 2, "eval_top_k": "1", "learning_rate": 3e-2}
     for freeze in ((), ("router", "experts")):
         for seed in range(3):
-            finetune(own, Finetuning("panx", steps=8, length=32, freeze=freeze, settings=settings), seed=seed,
-                     monitor=RoutingMonitor)  # fmt: skip
+            finetune(own, Finetuning("panx", steps=8, length=32, freeze=freeze, settings=settings), seed=seed)
     found = diagnose_path(own, settings=Settings(tokens=500))
     free, frozen = (found["finetunings"][name] for name in ("panx", "panx,freeze=router+experts"))
     assert (free["runs"], free["window"]) == (3, 2)

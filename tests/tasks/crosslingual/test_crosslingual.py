@@ -21,14 +21,13 @@ from pointsman_lab.cli.main import main
 from pointsman_lab.data.pieces import Pieces, train_pieces
 from pointsman_lab.finetuning import Finetuning, finetune
 from pointsman_lab.models.encoder import EncoderConfig
-from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.tasks.crosslingual.data import floors, groups_of, load_xtreme
 from pointsman_lab.tasks.crosslingual.evaluation import answer, features
 from pointsman_lab.tasks.crosslingual.formats import Pair, Question, Tagged
 from pointsman_lab.tasks.crosslingual.scores import mean_error, resampled, score
 from pointsman_lab.tasks.crosslingual.task import CrossLingual, TokenClassifier, submission
 from pointsman_lab.tasks.crosslingual.xtreme import PANX_TAGS
-from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.directory import RunDirectory
 from pointsman_lab.training.run import load_run
 
 TAGS = {tag: place for place, tag in enumerate(PANX_TAGS)}
@@ -158,7 +157,7 @@ def test_translations_are_resampled_together(tmp_path: Path, pieces: Pieces, run
     )
     assert np.corrcoef(one.drawn, two.drawn)[0, 1] > 0.8
     assert mean_error([one, two]) > 0.9 * one.error
-    config = replace(RunDirectory(run).config(RunConfig), segment_length=48, eval_tokens=400)
+    config = replace(RunDirectory(run).config(), segment_length=48, eval_tokens=400)
     parts = CrossLingual(found, Finetuning("pawsx-dev"), pieces, None).parts(config, "test")
     english, german = ([item.row for item in parts[language].items] for language in ("en", "de"))
     assert 0 < len(english) < 30
@@ -252,7 +251,7 @@ def test_english_alone_is_trained_on_and_validation_shares_no_group(data: Path) 
 
 
 def test_the_papers_preset_freezes_and_has_the_scripts_rates(run: Path, data: Path) -> None:
-    config = RunDirectory(run).config(RunConfig)
+    config = RunDirectory(run).config()
     found = load_xtreme("panx", data)
     paper = Finetuning("panx", preset="finetune-xmoe")
     assert (paper.freeze, paper.balance) == (("router", "experts"), 0.01)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from pointsman._errors import RunError
-from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman_lab.diagnosis import Settings as DiagnosisSettings
 from pointsman_lab.diagnosis import diagnose_path
 from pointsman_lab.progress import Quiet
@@ -85,11 +84,11 @@ def weights(out: Path, step: int = 8) -> dict[str, Tensor]:
 @pytest.mark.parametrize("router", ["vmoe", "xmoe+similarity", "thor"])
 def test_stopped_and_resumed_equals_unbroken_bit_for_bit(settings: Settings, tmp_path: Path, router: str) -> None:
     config = settings(router, **({"label_smoothing": 0.0} if router == "thor" else {}))
-    unbroken = train(config, tmp_path / "unbroken", monitor=RoutingMonitor)
+    unbroken = train(config, tmp_path / "unbroken")
     stopping = Stopping(4)
     with pytest.raises(Interrupted):
-        train(config, tmp_path / "broken", progress=stopping, stop=stopping.event, monitor=RoutingMonitor)
-    resumed = train(config, tmp_path / "broken", resume=True, monitor=RoutingMonitor)
+        train(config, tmp_path / "broken", progress=stopping, stop=stopping.event)
+    resumed = train(config, tmp_path / "broken", resume=True)
     one, two = weights(unbroken.out), weights(resumed.out)
     assert one.keys() == two.keys()
     assert all(torch.equal(value, two[name]) for name, value in one.items())

@@ -19,7 +19,6 @@ from pointsman_lab.cli.main import main
 from pointsman_lab.data import pieces
 from pointsman_lab.evaluation.passes import PLAIN
 from pointsman_lab.models.encoder import EncoderConfig
-from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.tasks.masked_language_modelling import task as masked_language_model
 from pointsman_lab.tasks.masked_language_modelling import text as texts
 from pointsman_lab.tasks.masked_language_modelling.blocks import Masking
@@ -27,6 +26,7 @@ from pointsman_lab.tasks.masked_language_modelling.task import MaskedLanguageMod
 from pointsman_lab.tasks.masked_language_modelling.text import open_blocks
 from pointsman_lab.training.compare import Plan, compare
 from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.directory import RunDirectory
 from pointsman_lab.training.run import load_run
 from pointsman_lab.training.state import TrainingState
 from pointsman_lab.training.task import pretraining_task

@@ -109,7 +109,7 @@ def _open(path: Path, device: str) -> Run:
 
 
 def _of_run(path: Path, against: Sequence[Path], settings: Settings, watch: Progress | None) -> dict[str, Any]:
-    from pointsman_lab.runs.directory import RunDirectory
+    from pointsman_lab.training.directory import RunDirectory
 
     run = _open(path, settings.device)
     others = {_label(one, against): _open(one, settings.device) for one in against}

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping
+from typing import Protocol
 
 from pointsman._errors import Stopped
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Progress(Protocol):
@@ -52,20 +48,6 @@ class Stop(Protocol):
     """Asks work to stop: a `threading.Event` that a signal handler sets."""
 
     def is_set(self) -> bool: ...
-
-
-class Monitor(Protocol):
-    """Observes the routing while a model trains (`diagnostics.RoutingMonitor` is one)."""
-
-    def observe(self, step: int) -> AbstractContextManager[None]:
-        """Entered around the forward passes of a step."""
-
-    def rows(self) -> Sequence[Mapping[str, Any]]:
-        """Lines for metrics.jsonl after that step; usually none."""
-
-    def state_dict(self) -> Mapping[str, Tensor]: ...
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
 
 
 def check_stop(stop: Stop | None) -> None:

@@ -146,7 +146,6 @@ def run(arguments: Sequence[str]) -> int:
     for entry in entries():
         if (code := entry.run("finetune", flags, values, device)) is not None:
             return code
-    from pointsman.diagnostics.monitor import RoutingMonitor
     from pointsman_lab.finetuning import finetune
     from pointsman_lab.finetuning.run import finetuned_path, open_task
     from pointsman_lab.report.results import tables_of
@@ -171,9 +170,8 @@ def run(arguments: Sequence[str]) -> int:
             display.title = f"{place}/{len(todo)} {settings.variant}, seed {seed}"
             try:
                 result = finetune(
-                    values.run, settings, seed=seed, out=out, data=data, device=device,
-                    progress=display, monitor=RoutingMonitor, stop=stop,
-                )  # fmt: skip
+                    values.run, settings, seed=seed, out=out, data=data, device=device, progress=display, stop=stop
+                )
             except Interrupted as saved:
                 raise Stopped(f"stopped after step {saved.step} of {out}; saved: the same command continues") from None
             found.setdefault(settings.variant, []).append(read_run(result.out))

@@ -101,7 +101,6 @@ def _config(values: argparse.Namespace) -> RunConfig:
 
 
 def _train(values: argparse.Namespace, device: str, ranks: Ranks, layout: Layout | None) -> None:
-    from pointsman.diagnostics.monitor import RoutingMonitor
     from pointsman_lab.report.results import text_of_results
     from pointsman_lab.runs.paths import slug
     from pointsman_lab.training.trainer import train
@@ -111,9 +110,8 @@ def _train(values: argparse.Namespace, device: str, ranks: Ranks, layout: Layout
     out = values.out or Path("runs") / name
     with Display() if ranks.first else nullcontext() as display, stop_on_signals(tell=ranks.first) as stop:
         result = train(
-            config, out, resume=values.resume, device=device, progress=display, monitor=RoutingMonitor, stop=stop,
-            ranks=ranks, layout=layout,
-        )  # fmt: skip
+            config, out, resume=values.resume, device=device, progress=display, stop=stop, ranks=ranks, layout=layout
+        )
     if ranks.first:
         print(text_of_results(result.evaluation["results"]))
         print(f"\nrun: {out}", file=sys.stderr)

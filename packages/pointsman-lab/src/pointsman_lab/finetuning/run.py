@@ -12,19 +12,18 @@ from typing import Any
 from torch import nn
 
 from pointsman._errors import RunError, Stopped
-from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman_lab._files import alone
 from pointsman_lab.finetuning.settings import Finetuning
 from pointsman_lab.finetuning.task import FineTuning
-from pointsman_lab.progress import Monitor, Progress, Quiet, Stop
+from pointsman_lab.progress import Progress, Quiet, Stop
 from pointsman_lab.registry import learner
 from pointsman_lab.runs import paths
 from pointsman_lab.runs.checkpoints import checksums
 from pointsman_lab.runs.comparison import required_plan, saved_runs
-from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.runs.paths import EVALUATION, FINETUNE, REPEAT, run_path
 from pointsman_lab.training.compare import default_jobs
 from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.directory import RunDirectory
 from pointsman_lab.training.jobs import Hosts, Work, do_all
 from pointsman_lab.training.run import Run, load_run
 from pointsman_lab.training.state import Interrupted
@@ -61,7 +60,6 @@ def finetune(
     data: Any = None,
     device: str = "cpu",
     progress: Progress | None = None,
-    monitor: Callable[[nn.Module, int, int], Monitor] | None = None,
     stop: Stop | None = None,
 ) -> TrainResult:
     """Fine-tunes a pre-trained run on a task and evaluates it; an interrupted fine-tuning goes on where it was.
@@ -72,7 +70,7 @@ def finetune(
         seed: of the head's weights, the order of the data and dropout.
         out: the run directory; default: `finetuned_path`.
         data: the task's data, if they are loaded already.
-        device, progress, monitor, stop: as of `training.trainer.train`.
+        device, progress, stop: as of `training.trainer.train`.
 
     Returns:
         What is in `out`: a run directory like any other, with accuracies in evaluation.json, and finetune.json beside.
@@ -115,7 +113,6 @@ def finetune(
         device=device,
         task=task,
         progress=progress,
-        monitor=monitor,
         stop=stop,
     )
 
@@ -248,7 +245,7 @@ def jobs_of(out: Path, device: str) -> int | None:
     plan = required_plan(out)
     runs = [run_path(out, router, seed) for seed in plan["seeds"] for router in plan["routers"]]
     first = next((run for run in map(RunDirectory, runs) if run.exists), None)
-    return None if first is None else default_jobs(first.config(RunConfig), device)
+    return None if first is None else default_jobs(first.config(), device)
 
 
 def _tuner(out: Path, device: str, loaded: Mapping[str, Any] | None = None) -> Work:
@@ -263,7 +260,7 @@ def _tuner(out: Path, device: str, loaded: Mapping[str, Any] | None = None) -> W
         try:
             finetune(
                 run, settings.for_router(router), seed=own_seed, out=finetuned_path(run, settings, own_seed),
-                data=read[settings.task], device=device, progress=progress, monitor=RoutingMonitor, stop=stop,
+                data=read[settings.task], device=device, progress=progress, stop=stop,
             )  # fmt: skip
         except Interrupted as saved:
             raise Stopped(f"stopped in {saved.out} after step {saved.step}; saved: the same command goes on") from None

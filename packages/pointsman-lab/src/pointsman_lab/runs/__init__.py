@@ -2,9 +2,9 @@
 
 A run directory:
 
-    config.json            the settings                        directory.py (typed by training/config.py)
+    config.json            the settings                        training/config.py
     environment.json       versions, machine, kernels          environment.py
-    vocabulary.json        what the token ids stand for        directory.py (typed by data/vocabulary.py)
+    vocabulary.json        what the token ids stand for        data/vocabulary.py
     metrics.jsonl          a JSON object a line                record.py
     checkpoints/step-N/    weights and state, with checksums   checkpoints.py (tensors: training/checkpoint.py)
     evaluation.json        the final results                   record.py

@@ -9,8 +9,8 @@ from __future__ import annotations
 from pointsman._errors import RunError
 from pointsman.ranks import Ranks
 from pointsman.routers.frame.registry import has_one_k
-from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.directory import RunDirectory
 from pointsman_lab.training.task import Task
 
 

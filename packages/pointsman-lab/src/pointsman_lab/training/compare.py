@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from pointsman._errors import RunError, Stopped
-from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.parallel.layout import Layout
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.frame.registry import split_specs
@@ -29,10 +28,10 @@ from pointsman_lab.progress import Progress, Quiet, Stop
 from pointsman_lab.registry import OLDEST, family
 from pointsman_lab.runs.compact import restore
 from pointsman_lab.runs.comparison import read_plan, write_node, write_plan
-from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.runs.imports import import_named
 from pointsman_lab.runs.paths import COMPARISON, EVALUATION, run_path
 from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.directory import RunDirectory
 from pointsman_lab.training.jobs import Hosts, Work, do_all
 from pointsman_lab.training.settings import flat, without_effect
 from pointsman_lab.training.state import Interrupted
@@ -225,7 +224,7 @@ def _trainer(
         try:
             train(
                 config, path, resume=RunDirectory(path).exists, device=device, task=task,
-                progress=progress, monitor=RoutingMonitor, stop=stop, ranks=ranks, layout=layout,
+                progress=progress, stop=stop, ranks=ranks, layout=layout,
             )  # fmt: skip
         except Interrupted as saved:
             raise Stopped(f"stopped in {path} after step {saved.step}; saved: the same command goes on") from None

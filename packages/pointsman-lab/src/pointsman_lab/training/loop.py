@@ -9,15 +9,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from pointsman._errors import Stopped
+from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman_lab._files import within, write_whole
 from pointsman_lab.evaluation.passes import AgreedStop, EvaluationContext, each_its_own
-from pointsman_lab.progress import Monitor, Progress, Stop
+from pointsman_lab.progress import Progress, Stop
 from pointsman_lab.runs.checkpoints import open_checkpoint, prune
-from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.runs.paths import EVALUATION, METRICS
 from pointsman_lab.runs.record import MetricsFile, label
 from pointsman_lab.training.best import chosen_step, validated_k
 from pointsman_lab.training.checkpoint import load_weights, write_checkpoint
+from pointsman_lab.training.directory import RunDirectory
 from pointsman_lab.training.kernels import autocast
 from pointsman_lab.training.sharded import Saver
 from pointsman_lab.training.state import Diverged, Interrupted, TrainingState
@@ -59,7 +60,7 @@ class TrainingLoop:
         state: TrainingState,
         directory: RunDirectory,
         here: Mapping[str, Any],
-        monitor: Monitor | None,
+        monitor: RoutingMonitor | None,
         progress: Progress,
         stop: Stop | None,
     ) -> None:

@@ -17,11 +17,11 @@ from pointsman_lab.data.download import DataProgress
 from pointsman_lab.models.config import build_model
 from pointsman_lab.runs.checkpoints import Checkpoint, open_checkpoint, whole_checkpoint
 from pointsman_lab.runs.comparison import read_plan, saved_runs
-from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.runs.paths import VOCABULARY, run_path
 from pointsman_lab.training.best import chosen_step
 from pointsman_lab.training.checkpoint import fitting_model
 from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.directory import RunDirectory
 from pointsman_lab.training.kernels import autocast
 from pointsman_lab.training.task import Task, pretraining_task
 
@@ -96,7 +96,7 @@ def load_run(
         CheckpointError: the checkpoint asked for is damaged or foreign.
     """
     directory = RunDirectory(path)
-    config = directory.config(RunConfig)
+    config = directory.config()
     last = whole_checkpoint(directory.checkpoints, note) if step is None else None
     if last:
         step = chosen_step(directory, config, last.step)

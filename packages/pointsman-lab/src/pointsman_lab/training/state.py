@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from pointsman._errors import RunError, Stopped
 from pointsman.control import named_routers, set_top_k, step_end, undecayed
 from pointsman.delivery import deliveries
+from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.ops.exchange import local_part
 from pointsman.parallel.layout import Layout
 from pointsman.parallel.shard import clip_gradient, gradient_norm, parallelize
 from pointsman.ranks import ALONE, Ranks
 from pointsman_lab.models.memory import Memory
-from pointsman_lab.progress import Monitor, Stop
+from pointsman_lab.progress import Stop
 from pointsman_lab.runs.checkpoints import Checkpoint, CheckpointError
 from pointsman_lab.training.checkpoint import checkpoint_tensors, load_weights, under
 from pointsman_lab.training.config import RunConfig
@@ -163,7 +164,7 @@ class TrainingState:
         for delivery in self._deliveries:
             delivery.how = "collect"  # whatever a model from elsewhere says
 
-    def train_step(self, monitor: Monitor | None = None, stop: Stop | None = None) -> dict[str, Any]:
+    def train_step(self, monitor: RoutingMonitor | None = None, stop: Stop | None = None) -> dict[str, Any]:
         """One optimizer step; returns its line of metrics, which is that of all ranks.
 
         Raises:
@@ -201,7 +202,7 @@ class TrainingState:
         }  # fmt: skip
 
     def _pass(
-        self, batches: Sequence[tuple[Tensor, Tensor]], monitor: Monitor | None
+        self, batches: Sequence[tuple[Tensor, Tensor]], monitor: RoutingMonitor | None
     ) -> tuple[Tensor, Tensor, list[Memory | None]]:
         """Leaves gradients of the (weighted) mean over micro-batches; returns it, the gradient's norm and memories."""
         losses: list[Tensor] = []
@@ -265,7 +266,7 @@ class TrainingState:
             where = "the sum over layers overflows"
         return f"step {self.step + 1}: {what}; {where}"
 
-    def tensors(self, monitor: Monitor | None = None) -> dict[str, dict[str, Tensor]]:
+    def tensors(self, monitor: RoutingMonitor | None = None) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint holds: "model", and "trainer" with optimizer, memories and monitor; parts of several ranks'
         tensors as DTensors."""
         rest = {
@@ -280,7 +281,7 @@ class TrainingState:
             rest |= {f"monitor.{name}": value for name, value in monitor.state_dict().items()}
         return {"model": self.model.state_dict(), "trainer": rest}
 
-    def restore(self, checkpoint: Checkpoint, monitor: Monitor | None = None) -> None:
+    def restore(self, checkpoint: Checkpoint, monitor: RoutingMonitor | None = None) -> None:
         """Continues from a checkpoint of the same run.
 
         Raises:

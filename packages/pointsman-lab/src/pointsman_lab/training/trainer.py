@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
+from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.ops.kernels import using
 from pointsman.parallel.layout import Layout
 from pointsman.ranks import ALONE, Ranks
 from pointsman_lab._files import alone, write_whole
 from pointsman_lab.processes import one_after_another
-from pointsman_lab.progress import Monitor, Progress, Quiet, Stop
+from pointsman_lab.progress import Progress, Quiet, Stop
 from pointsman_lab.runs.checkpoints import (
     Checkpoint,
     CheckpointError,
@@ -25,12 +25,12 @@ from pointsman_lab.runs.checkpoints import (
     prune,
     remove_leftovers,
 )
-from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.runs.environment import differing_bits, environment
 from pointsman_lab.runs.paths import ENVIRONMENT, EVALUATION, VOCABULARY
 from pointsman_lab.training.best import check_choice, chosen_step
 from pointsman_lab.training.checkpoint import misfit, stored_tensors
 from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.directory import RunDirectory
 from pointsman_lab.training.kernels import check_kernels, deterministic_algorithms
 from pointsman_lab.training.loop import TrainingLoop
 from pointsman_lab.training.settings import flat
@@ -64,7 +64,6 @@ def train(
     device: str = "cpu",
     task: Task | None = None,
     progress: Progress | None = None,
-    monitor: Callable[[nn.Module, int, int], Monitor] | None = None,
     stop: Stop | None = None,
     ranks: Ranks = ALONE,
     layout: Layout | None = None,
@@ -81,8 +80,6 @@ def train(
         device: "cpu", "cuda", "cuda:1", …
         task: what is learned; None: what models of this family are trained on.
         progress: a display.
-        monitor: makes what looks at the routing on the way, from the model, a number of steps and the seed
-            (`diagnostics.RoutingMonitor`).
         stop: asks the run to save and end; one rank's is enough.
         ranks: who shares each batch.
         layout: how they divide the model; None: in shards.
@@ -102,7 +99,7 @@ def train(
     check_kernels(config, torch.device(device))
     state = TrainingState(config, task, torch.device(device), ranks=ranks, layout=layout)
     check_choice(config, task, ranks)
-    watch = monitor(state.model, config.observe_every, config.seed) if monitor and state.sparse else None
+    watch = RoutingMonitor(state.model, config.observe_every, config.seed) if state.sparse else None
     ranks.by_first(lambda: directory.check(config, resume=resume))  # before a lock is left in somebody else's folder
     for name in config.track:
         find_library(name)
@@ -151,7 +148,7 @@ def _write_description(directory: RunDirectory, task: Task, here: Mapping[str, A
 
 
 def _restored(
-    state: TrainingState, monitor: Monitor | None, directory: RunDirectory, progress: Progress
+    state: TrainingState, monitor: RoutingMonitor | None, directory: RunDirectory, progress: Progress
 ) -> Checkpoint | None:
     """Puts the last usable checkpoint of a run into `state`; says which, and which were passed over and why."""
 

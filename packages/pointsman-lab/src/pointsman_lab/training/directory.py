@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any
 
 from pointsman._errors import RunError
 from pointsman_lab._files import read_text, read_whole_json, within, write_whole
@@ -14,25 +14,7 @@ from pointsman_lab.registry import read_vocabulary
 from pointsman_lab.runs.checkpoints import steps_of
 from pointsman_lab.runs.paths import CHECKPOINTS, COMPARISON, CONFIG, METRICS, VOCABULARY
 from pointsman_lab.runs.record import read_metrics, refuse_model
-
-
-class Settings(Protocol):
-    """The settings of a run, as config.json holds them (`training.config.RunConfig`)."""
-
-    @property
-    def steps(self) -> int: ...
-
-    def to_json(self) -> str: ...
-
-    @classmethod
-    def from_json(cls, text: str, where: str) -> Self:
-        """What `to_json` wrote; RunError, which names `where`, if it is damaged."""
-
-    def differing(self, other: Self) -> dict[str, tuple[Any, Any]]:
-        """The settings in which another training would be the result: name -> (own value, the other's)."""
-
-
-S = TypeVar("S", bound=Settings)
+from pointsman_lab.training.config import RunConfig
 
 
 class RunDirectory:
@@ -46,12 +28,12 @@ class RunDirectory:
     def exists(self) -> bool:
         return (self.path / CONFIG).exists()
 
-    def config(self, kind: type[S]) -> S:
+    def config(self) -> RunConfig:
         """The run's settings."""
         refuse_model(self.path)
         file = self.path / CONFIG
         try:
-            return kind.from_json(read_text(file), str(file))
+            return RunConfig.from_json(read_text(file), str(file))
         except (FileNotFoundError, NotADirectoryError):
             if (self.path / COMPARISON).is_file():
                 runs = self.path / "runs" / "ROUTER" / "seed-S"
@@ -60,17 +42,17 @@ class RunDirectory:
         except OSError as error:
             raise RunError(f"{file} cannot be read: {error.strerror or error}") from None
 
-    def claim(self, config: Settings, *, resume: bool) -> None:
+    def claim(self, config: RunConfig, *, resume: bool) -> None:
         """Writes config.json: from now on this is the directory of the run with these settings."""
         self.check(config, resume=resume)
         write_whole(self.path / CONFIG, config.to_json())
 
-    def check(self, config: Settings, *, resume: bool) -> None:
+    def check(self, config: RunConfig, *, resume: bool) -> None:
         """Checks that the run with these settings may work here; writes nothing."""
         if fault := name_fault(str(self.path)):
             raise RunError(f"{str(self.path)!r}: {fault}")
         if self.exists:
-            if differing := self.config(type(config)).differing(config):
+            if differing := self.config().differing(config):
                 told = "; ".join(f"{name} is {here!r} there, {ours!r} here" for name, (here, ours) in differing.items())
                 raise RunError(f"{self.path} holds a run of another configuration: {told}; choose another --out")
             if not resume:
