@@ -217,3 +217,37 @@ def test_gradients_before_the_losses_are_added_are_no_loss() -> None:
             main = model(inputs).square().mean()
             (gradient,) = torch.autograd.grad(main, [inputs], retain_graph=True)
             pointsman.add_losses(main * gradient.norm(), model).backward()
+
+
+def test_an_attack_before_the_step_counts_no_losses_and_warns_of_nothing() -> None:
+    model, plain = Model(), Model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            inputs = data().requires_grad_()
+            attack = model(inputs).square().mean()
+            (gradient,) = torch.autograd.grad(attack, inputs)
+            changed = (inputs + 0.1 * gradient.sign()).detach()
+            loss = pointsman.add_losses(model(changed).square().mean(), model)
+            assert torch.equal(loss, pointsman.add_losses(plain(changed).square().mean(), plain))
+            loss.backward()  # with `attack` still alive
+
+
+def test_a_graph_that_is_kept_keeps_its_losses() -> None:
+    model, plain = Model(), Model()
+    main = model(data()).square().mean()
+    torch.autograd.grad(main, list(model.parameters()), retain_graph=True, allow_unused=True)  # a norm, say
+    pointsman.add_losses(main, model).backward()
+    pointsman.add_losses(plain(data()).square().mean(), plain).backward()
+    for own, expected in zip(gradients(model), gradients(plain), strict=True):
+        assert torch.equal(own, expected)
+
+
+def test_the_scale_of_attached_losses_survives_a_loader_that_knows_no_buffers() -> None:
+    with torch.device("meta"):
+        model = Model(attach=True)
+    model.load_state_dict(Model(attach=True).state_dict(), assign=True)
+    model.to("cpu")
+    model(data()).square().mean().backward()
+    for own, expected in zip(gradients(model), attached(), strict=True):
+        torch.testing.assert_close(own, expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,34 @@ def of_a_class(alone: Any) -> None:
     assert not torch.equal(counted(seen[0]), counted(seen[0], alone))
 
 
+def without_a_group() -> None:
+    """`pointsman.step_end` adds up over DDP's processes, and says once where it adds up nothing."""
+    torch.manual_seed(0)
+    layer = pointsman.MoE(16, 24, EXPERTS, top_k=2, router=f"loss-free:rate={RATE}").train()
+    ready = nn.parallel.DistributedDataParallel(layer)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.0)
+    hidden = torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
+    with pointsman.record_routing(layer) as records:
+        ready(hidden).sum().backward()
+    with pointsman.track_steps(ready, optimizer):
+        optimizer.step()
+    (choices,) = (routing.experts for routing in records.values())
+    torch.testing.assert_close(layer.router.select.bias, counted(choices))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            layer(hidden).sum().backward()
+            pointsman.step_end(layer)
+    (told,) = [str(one.message) for one in caught]
+    assert told.startswith("step_end: each of the processes counts its own tokens only")
+
+
 def both(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     groups = [dist.new_group([one]) for one in range(2)]
     of_our_router(groups[rank])
+    without_a_group()
     of_a_class(groups[rank])
     dist.destroy_process_group()
 

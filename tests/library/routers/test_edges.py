@@ -1,12 +1,14 @@
 """Where routers met values that ran into limits: saturated gates, full experts, padding, copies by `.data`."""
 
 import copy
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
-from pointsman import MoE, RoutingContext, build_router, freeze, materialize, step_end
+import pointsman
+from pointsman import MoE, RoutingContext, build_router, freeze, materialize, step_end, track_steps
 from pointsman.auxiliary import balance, token_mean
 from pointsman.ops.kernels import PLAIN, Kernels, using
 from pointsman.routers.frame.registry import parse_spec
@@ -149,6 +151,61 @@ def test_a_layer_is_built_without_memory_first(spec: str) -> None:
         layer = MoE(8, 8, 4, router=spec)
     layer.to_empty(device="cpu")
     assert float(layer.delivery.scale) == 1.0
+    for tensor in (*layer.parameters(), *layer.buffers()):
+        tensor.data.fill_(torch.nan if tensor.is_floating_point() else 0)
+    layer.apply(lambda part: part.reset_parameters() if hasattr(part, "reset_parameters") else None)
+    assert all(torch.isfinite(one).all() for one in layer.state_dict().values())
+    torch.manual_seed(0)
+    layer.router.reset_parameters()
+    torch.manual_seed(0)
+    other = build_router(spec, dim=8, num_experts=4)
+    for kind in (nn.Module.named_parameters, nn.Module.named_buffers):
+        for (name, own), (_, drawn) in zip(kind(layer.router), kind(other), strict=True):
+            assert torch.equal(own, drawn), name
+
+
+def test_states_keep_float32_where_the_default_is_half() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        layer = MoE(8, 8, 4, router="loss-free:rate=0.001")
+        assert layer.router.select.bias.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_copy_and_a_wrapped_optimizer_forget_no_step(recwarn: pytest.WarningsRecorder) -> None:
+    layer = MoE(8, 8, 4, router="xmoe")
+    wrapped = torch.optim.Optimizer.__new__(torch.optim.SGD)  # as accelerate's, which has no hooks of its own
+    wrapped.optimizer = optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    track_steps(layer, wrapped)
+    for one in (layer, copy.deepcopy(layer)):
+        one(torch.randn(3, 8)).sum().backward()
+        optimizer.step()
+    copy.deepcopy(layer)(torch.randn(3, 8))
+    assert not [warning for warning in recwarn if "step_end" in str(warning.message)]
+
+
+def test_a_mask_in_place_of_a_context_and_an_objective_that_nobody_computes() -> None:
+    with pytest.raises(ValueError, match=r"smoe: context is a Tensor: write RoutingContext\(padding_mask=…\)"):
+        MoE(8, 8, 4)(torch.randn(1, 3, 8), torch.ones(1, 3, dtype=torch.bool))
+    layer = MoE(8, 8, 4, router="thor")
+    other = MoE(8, 8, 4, router="thor")
+    other.router.objective_known = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for one in (layer, other):
+            one(torch.randn(3, 8)).sum().backward()
+            torch.optim.SGD(one.parameters(), 0.1).step()
+        other(torch.randn(3, 8))
+    with pytest.warns(UserWarning, match="thor: its objective, consistency, is the loop's to compute"):
+        layer(torch.randn(3, 8))
+
+
+def test_biases_of_experts_are_not_decayed_whatever_their_names() -> None:
+    part = nn.Module()
+    part.gate_up_proj_bias, part.down_proj = nn.Parameter(torch.zeros(4, 8)), nn.Parameter(torch.zeros(4, 8, 8))
+    decayed, others = pointsman.param_groups(part)
+    assert (decayed["params"], others["params"]) == ([part.down_proj], [part.gate_up_proj_bias])
 
 
 def test_statistics_are_gathered_where_no_loss_is() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from pointsman._errors import did_you_mean
 from pointsman.layer import MoE
-from pointsman.routers.frame.registry import COMMON, format_spec, parse_spec
+from pointsman.ranks import every_rank
+from pointsman.routers.frame.registry import COMMON, build_router, format_spec, parse_spec
 from pointsman.routers.frame.router import Router, check_top_k
 from pointsman.routers.frame.stage_values import Loss
 from pointsman.routers.frame.stages import Sigmoid
@@ -154,7 +157,7 @@ def undecayed(model: nn.Module) -> set[int]:
             found |= {id(parameter) for parameter in module.parameters()}
         left_out = getattr(module, "no_decay", ())
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() < 2 or name.startswith(("b_", "bias")) or name in left_out:
+            if parameter.dim() < 2 or name.startswith("b_") or "bias" in name or name in left_out:
                 found.add(id(parameter))
     return found
 
@@ -165,11 +168,20 @@ def step_end(model: nn.Module, reduce: Callable[[Sequence[Tensor]], None] | None
     Args:
         reduce: with many processes, adds up each tensor over the processes, in place. It is called once, with the sums
             of all routers, in the same order and with the same shapes in every process. None: the routers' own `ranks`,
-            which `parallel.parallelize` sets.
+            which `parallel.parallelize` sets, or the processes of a DistributedDataParallel in the model; where there
+            are other processes nothing is added up, and a warning says so once.
     """
     routers = list(dict.fromkeys(router for _, router in named_routers(model)))  # layers may share one
     if reduce is None and routers and routers[0].ranks.count > 1:
         reduce = routers[0].ranks.add_up
+    elif reduce is None and every_rank().count > 1:
+        if groups := [part.process_group for part in model.modules() if isinstance(part, DistributedDataParallel)]:
+            reduce = every_rank(groups[0]).add_up
+        elif any(router.gathered() for router in routers):
+            routers[0].warn(
+                "step_end: each of the processes counts its own tokens only: give the model that "
+                "DistributedDataParallel wraps, or reduce (pointsman.engines.common.step_end adds up over a group)"
+            )
     with torch.no_grad():
         if reduce is not None:
             reduce([tensor for router in routers for tensor in router.gathered()])
@@ -178,11 +190,11 @@ def step_end(model: nn.Module, reduce: Callable[[Sequence[Tensor]], None] | None
 
 
 def track_steps(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    reduce: Callable[[Sequence[Tensor]], None] | None = None,
+    model: nn.Module, optimizer: torch.optim.Optimizer, reduce: Callable[[Sequence[Tensor]], None] | None = None
 ) -> RemovableHandle:
     """Calls `step_end(model, reduce)` after every step of this optimizer, until the returned handle is removed."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner  # accelerate's wrapper
     return optimizer.register_step_post_hook(lambda *_: step_end(model, reduce))
 
 
@@ -225,6 +237,7 @@ def materialize(model: nn.Module) -> nn.Module:
             own = router.score
             kept = {name: one for name, one in router.losses.items() if getattr(one.function, "__self__", 0) is not own}
         router.spec = _plain_spec(router, scorer)
+        router.fresh = partial(build_router, router.spec, dim=router.dim, num_experts=router.num_experts)
         router.score, router.losses = scorer, kept
     return model
 

@@ -22,6 +22,8 @@ from pointsman.ranks import ALONE, Ranks
 
 Gather = Callable[[Mapping[str, Tensor]], None]
 
+ATTACK = 100
+"""So many backward passes without an optimizer's step may be those of an attack on the inputs, and are no mistake."""
 _collecting: WeakSet[LossDelivery] = WeakSet()
 
 
@@ -34,16 +36,14 @@ class LossDelivery(nn.Module):
 
     Attributes:
         how: "collect", "attach", or "leave", which does neither (`without_losses`).
-        scale: [], float32: the factor of attached losses.
+        scale: [], float32: the factor of attached losses; no buffer, which a loader may leave without a value.
         last: the losses of the last forward by name, detached.
     """
-
-    scale: Tensor
 
     def __init__(self, attach: bool) -> None:
         super().__init__()
         self.how: Literal["collect", "attach", "leave"] = "attach" if attach else "collect"
-        self.register_buffer("scale", torch.ones(()), persistent=False)
+        self.scale = torch.ones((), dtype=torch.float32, device="cpu")
         self.last: dict[str, Tensor] = {}
         self.knows_scale = False  # whether somebody has set it
         self._warned = False
@@ -53,14 +53,6 @@ class LossDelivery(nn.Module):
         self._lost = 0  # backward passes since the last `take` that went past losses which nobody had taken
         self._steps = 0  # optimizer steps with such losses
         _collecting.add(self)
-
-    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> LossDelivery:
-        scale = self.scale
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # float32 whatever the model's dtype; nothing to copy where a model gets its first memory (`to_empty`)
-        device = self.scale.device
-        self.scale = torch.ones((), device=device) if scale.is_meta else scale.to(device)
-        return self
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": [], "_compiled": None}  # of this layer's graphs, not of a copy's
@@ -88,6 +80,8 @@ class LossDelivery(nn.Module):
         live = torch.is_grad_enabled() and any(one.requires_grad for one in (output, *attached))
         if not (attached or gathers or kept) or not live:
             return output
+        if attached and self.scale.device != output.device:
+            self.scale = self.scale.to(output.device)
         delivered: Tensor = Deliver.apply(output, self.scale, gathers, statistics, kept, *attached)  # type: ignore[no-untyped-call]
         return delivered
 
@@ -100,7 +94,7 @@ class LossDelivery(nn.Module):
         if torch.compiler.is_compiling():
             self._compiled = kept  # the graph's nodes are not Python's: the last forward's are kept
             return None
-        if self._lost:
+        if self._steps or self._lost > ATTACK:
             self._warn_of_lost()
         kept.home = self
         self._kept = [one for one in self._kept if one() is not None] + [ref(kept)]
@@ -112,13 +106,13 @@ class LossDelivery(nn.Module):
         Raises:
             ValueError: there were such forwards, all without gradients.
         """
-        found = [kept for one in self._kept if (kept := one()) is not None]
+        found = [kept for one in self._kept if (kept := one()) is not None and not kept.passed]
         if self._compiled is not None:
             found.append(self._compiled)
         if self.training and self._without_gradients and not found:
             raise ValueError(
                 "add_losses: the last training forward was without gradients, and so are its losses; activation "
-                "checkpointing needs use_reentrant=False"
+                "checkpointing needs use_reentrant=False, and a part that does not train eval()"
             )
         self._kept, self._compiled, self._without_gradients, self._lost, self._steps = [], None, False, 0, 0
         losses = [loss for kept in found for loss in kept.losses]
@@ -180,9 +174,18 @@ class PendingLosses:
     """The live losses of one forward. The forward's graph holds them, the layer a weak reference."""
 
     home: LossDelivery | None = None
+    node: Callable[[], Any] = staticmethod(lambda: None)  # a weak reference to the `Deliver` of the forward
 
     def __init__(self, losses: Sequence[Tensor]) -> None:
         self.losses = losses
+
+    @property
+    def passed(self) -> bool:
+        """Whether a backward pass has gone through the forward's graph and freed it (an attack's, for one)."""
+        try:
+            return self.node() is not None and self.node().saved_tensors is None
+        except RuntimeError:
+            return True
 
 
 class Deliver(torch.autograd.Function):
@@ -201,6 +204,8 @@ class Deliver(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.scale, ctx.gather, ctx.statistics, ctx.kept = scale, gather, statistics, kept
         ctx.dtypes = [loss.dtype for loss in losses]
+        if kept is not None:
+            kept.node = ref(ctx)
         return output.clone() if torch.compiler.is_compiling() else output.detach()
 
     @staticmethod

@@ -86,14 +86,9 @@ class MoE(nn.Module):
         self.shared: SharedExperts | None = None
         if shared_experts:
             self.shared = SharedExperts(
-                dim,
-                shared_experts * hidden_dim,
-                activation=activation,
-                gated=gated,
-                bias=bias,
-                dropout=dropout,
+                dim, shared_experts * hidden_dim, activation=activation, gated=gated, bias=bias, dropout=dropout,
                 gate=shared_gate,
-            )
+            )  # fmt: skip
         self.delivery = LossDelivery(attach_losses)
 
     @property
@@ -118,7 +113,7 @@ class MoE(nn.Module):
         """
         # no view between the rows and the experts: autograd adds the router's gradient into theirs then, in place
         rows = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
-        if self.router.score.needs_responses:
+        if getattr(self.router.score, "needs_responses", False):  # PEFT wraps stages
             context = replace(context or RoutingContext(), responses=partial(responses, self.experts, rows))
         seen = hidden if hidden.dim() == 2 or torch.compiler.is_exporting() else rows.view(hidden.shape)
         routing: Routing = self.router(seen, context)

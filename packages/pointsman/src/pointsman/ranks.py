@@ -66,7 +66,7 @@ class Ranks:
             return
         import torch.distributed as dist
 
-        flat = torch.cat([tensor.detach().reshape(-1).double() for tensor in tensors])
+        flat = torch.cat([tensor.detach().reshape(-1).double().to(tensors[0].device) for tensor in tensors])
         dist.all_reduce(flat, group=self.group)
         for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view(tensor.shape))
@@ -166,3 +166,12 @@ class Ranks:
 
 ALONE = Ranks()
 """One process with the whole batch."""
+
+
+def every_rank(group: Any = None) -> Ranks:
+    """All ranks of a process group (None: the default one); `ALONE` where there is none."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return ALONE
+    return Ranks(dist.get_rank(group), dist.get_world_size(group), group)

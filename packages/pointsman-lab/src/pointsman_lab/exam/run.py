@@ -46,6 +46,7 @@ def objective(task: Task, student: Student, batch: Batch) -> torch.Tensor:
     router = student.layer.router if isinstance(student.layer, MoE) else None
     if router is None:
         return loss
+    router.objective_known = True
     if router.objective == "consistency":
         other, _ = student(batch)
         distance = task.loss(output, batch._replace(targets=other)) if output.shape == batch.targets.shape else 0.0

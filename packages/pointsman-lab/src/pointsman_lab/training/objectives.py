@@ -181,7 +181,11 @@ def objective_of(
     weighted_by_targets: bool = False,
 ) -> Objective:
     """The objective that the model's routers need: `loss` unless a router asks for the consistency of two passes."""
-    wanted = {(router.objective, router.objective_weight) for _, router in named_routers(model) if router.objective}
+    wanted = set()
+    for _, router in named_routers(model):
+        if router.objective:
+            router.objective_known = True
+            wanted.add((router.objective, router.objective_weight))
     if not wanted:
         own = smoothed(predict, label_smoothing) if label_smoothing else loss
         return Objective("plain", 1, own, weighted_by_targets)

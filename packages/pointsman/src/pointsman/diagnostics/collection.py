@@ -56,15 +56,9 @@ class Diagnostics:
         self.masks: dict[str, Tensor | None] = {}
 
     def update(
-        self,
-        name: str,
-        routing: Routing,
-        mask: Tensor | None = None,
-        *,
-        hidden: Tensor | None = None,
-        token_ids: Tensor | None = None,
-        experts: nn.Module | None = None,
-    ) -> None:
+        self, name: str, routing: Routing, mask: Tensor | None = None, *, hidden: Tensor | None = None,
+        token_ids: Tensor | None = None, experts: nn.Module | None = None,
+    ) -> None:  # fmt: skip
         """Adds one forward of the layer `name`; shapes as in `RoutingDiagnostic.update`; `experts`: the layer's."""
         given = {"hidden": hidden, "token_ids": token_ids}
         layer = self.layers.setdefault(name, {})

@@ -9,14 +9,13 @@ import warnings
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pointsman.control import step_end as step_end_of
 from pointsman.delivery import Deliver
 from pointsman.parallel.shard import without_scalars
-from pointsman.ranks import Ranks
+from pointsman.ranks import every_rank
 from pointsman.routers.frame.registry import build_router, parse_spec
 from pointsman.routers.frame.router import Router
 from pointsman.routing import Routing
@@ -26,16 +25,9 @@ PROBE = 256
 
 
 def carried(
-    engine: str,
-    spec: str,
-    *,
-    dim: int,
-    num_experts: int,
-    top_k: int,
-    ragged: bool = False,
-    dropped: bool = False,
+    engine: str, spec: str, *, dim: int, num_experts: int, top_k: int, ragged: bool = False, dropped: bool = False,
     trains: bool = True,
-) -> Router:
+) -> Router:  # fmt: skip
     """The router of a spec, if an engine can carry it.
 
     Args:
@@ -130,5 +122,4 @@ def step_end(model: nn.Module, group: Any = None) -> None:
     Args:
         group: the process group of the ranks that hold the same layers; None: all. Pipeline parallelism needs it.
     """
-    together = dist.is_available() and dist.is_initialized()
-    step_end_of(model, Ranks(count=dist.get_world_size(group) if together else 1, group=group).add_up)
+    step_end_of(model, every_rank(group).add_up)

@@ -8,12 +8,15 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback
 
 from pointsman._values import check_whole
-from pointsman.control import step_end
 from pointsman.diagnostics.monitor import RoutingMonitor, scalars
+from pointsman.engines.common import step_end
 
 
 class StepEnd(Callback):
-    """Calls `pointsman.step_end` after each optimizer step: norms kept, running statistics, biases of `loss-free`."""
+    """Calls `pointsman.step_end` after each optimizer step: norms kept, running statistics, biases of `loss-free`.
+
+    What the routers counted is added up over all processes.
+    """
 
     def __init__(self) -> None:
         self.steps = 0

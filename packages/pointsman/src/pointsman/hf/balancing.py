@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pointsman import auxiliary
@@ -16,6 +15,7 @@ from pointsman.hf.counterpart import correction_bias, counterpart
 from pointsman.hf.gates import PROBE_TOKENS, Gate, run_gate, tensor_of
 from pointsman.hf.layouts import Form, Kind, read_any
 from pointsman.hf.surgery.replace import replace_routers
+from pointsman.ranks import every_rank
 from pointsman.routers.frame.registry import parse_spec
 from pointsman.routers.papers.loss_free import BiasedTopK, SignUpdate
 
@@ -133,14 +133,14 @@ def settle(home: Any, biases: Sequence[Bias]) -> None:
     counts = home.__dict__.pop("pointsman_counts", {})
     gates: dict[str, Any] = {bias.gate: home.get_submodule(bias.gate) for bias in biases}
     of = {bias.gate: bias for bias in biases if bias.gate in counts and _moves(gates[bias.gate], bias)}
-    add_up([counts[gate] for gate in of])
+    every_rank().add_up([counts[gate] for gate in of])
     for gate, bias in of.items():
         for tensor in bias.tensors(home):
             SignUpdate(bias.rate, False).move(tensor.view(-1), {"counts": counts[gate].to(tensor.device)})
         if bias.added:
             gates[gate].pointsman.select.sums.clear()  # counted above, without padding
     routers = [gates[bias.gate].pointsman for bias in biases if bias.added]
-    add_up([tensor for router in routers for tensor in router.gathered()])
+    every_rank().add_up([tensor for router in routers for tensor in router.gathered()])
     for router in routers:
         router.step_end()
 
@@ -150,13 +150,6 @@ def _moves(gate: Any, bias: Bias) -> bool:
     if bias.added:
         return type(gate.pointsman.select.update) is SignUpdate and not gate.pointsman.frozen
     return not hasattr(gate, "pointsman_frozen") or any(one.requires_grad for one in gate.parameters())
-
-
-def add_up(tensors: Sequence[Tensor]) -> None:
-    """Sums each tensor over the ranks of the default group, in place."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        for tensor in tensors:
-            dist.all_reduce(tensor)
 
 
 class Seat:

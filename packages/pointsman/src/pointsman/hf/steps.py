@@ -12,7 +12,7 @@ from pointsman._values import check_whole
 from pointsman.control import step_end
 from pointsman.diagnostics.monitor import RoutingMonitor, scalars
 from pointsman.hf.balance import moved
-from pointsman.hf.balancing import add_up
+from pointsman.ranks import every_rank
 
 
 class StepEnd(TrainerCallback):
@@ -26,7 +26,7 @@ class StepEnd(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
         assert model is not None
         moved(model)
-        step_end(model, add_up)
+        step_end(model, every_rank().add_up)
 
 
 class RoutingLog(TrainerCallback):

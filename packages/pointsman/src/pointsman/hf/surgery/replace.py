@@ -129,14 +129,9 @@ def _build(gate: Gate, spec: str, start: Start, shared: dict[str, nn.Module], he
 
 
 def make_router(
-    gate: nn.Module,
-    block: nn.Module,
-    spec: str,
-    form: Form,
-    start: Start,
-    shared: dict[str, nn.Module],
+    gate: nn.Module, block: nn.Module, spec: str, form: Form, start: Start, shared: dict[str, nn.Module],
     heads: int | None,
-) -> Router:
+) -> Router:  # fmt: skip
     """The router of one gate with weight [E, dim] and bias [E]; `shared` as of `build_router`."""
     layout = LAYOUTS.get(form.layout)
     owner = gate.get_submodule(form.owner)

@@ -61,13 +61,9 @@ TARGETS: dict[str, tuple[str, Callable[[Any, int, int], dict[str, Any]]]] = {
 
 
 def upcycle(
-    model: PreTrainedModel,
-    num_experts: int,
-    *,
-    top_k: int = 2,
-    router: str | Sequence[str] | None = None,
+    model: PreTrainedModel, num_experts: int, *, top_k: int = 2, router: str | Sequence[str] | None = None,
     noise: float = 0.0,
-) -> PreTrainedModel:
+) -> PreTrainedModel:  # fmt: skip
     """Builds a mixture of experts from a dense model: every expert is a copy of the feed-forward layer.
 
     Llama and Mistral become Mixtral, Qwen2 becomes Qwen2-MoE, Qwen3 becomes Qwen3-MoE. The combine weights of a token

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -215,7 +216,10 @@ def build_router(
     _check_effects(common, stages, select, mixer, where, entry.name, bool(layer.virtual))
     if entry.fixed_k or entry.starts_at is not None:
         top_k = num_experts if entry.starts_at is None else entry.starts_at(layer)
-    return Router(stages, select, mixer, layer, common, spec=written_spec, top_k=top_k, fixed_k=entry.fixed_k)
+    router = Router(stages, select, mixer, layer, common, spec=written_spec, top_k=top_k, fixed_k=entry.fixed_k)
+    sizes: dict[str, Any] = {"dim": dim, "num_experts": num_experts, "vocab_size": vocab_size, "place": place}
+    router.fresh = partial(build_router, written_spec, top_k=layer.top_k, **sizes)
+    return router
 
 
 def _stages(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pointsman import auxiliary
 from pointsman.ops.linear import autocast_enabled, upcast
@@ -20,6 +21,8 @@ from pointsman.routers.frame.steps import Balance, after_the_choice
 from pointsman.routing import RouterState, Routing, RoutingContext, check_padding_mask
 
 PLAIN_CONTEXT = RoutingContext()
+_steps = {"taken": 0}  # by every optimizer of this process; before the hooks that call `step_end`
+register_optimizer_step_pre_hook(lambda *_: _steps.update(taken=_steps["taken"] + 1))
 STAGES = ("score", "normalize", "mix", "select", "limit", "balancing")
 
 
@@ -34,7 +37,7 @@ class Router(nn.Module):
         ranks: who shares the batch; set by `parallel.parallelize`.
         losses: the router's own losses by name, besides balance and z-loss.
         causal, batch_invariant, stochastic: the contract in evaluation; training_causal, …: in training.
-        ragged, needs, objective: the rest of the contract.
+        ragged, needs, objective: the rest of the contract; fresh: builds another such router (`build_router` sets it).
         replayed: experts [N, width] that `replay_routing` has set in place of the selector's choice; None: none.
         needs_moe: whether only `MoE` can apply its routings, and not experts that take weights of outputs.
     """
@@ -47,6 +50,7 @@ class Router(nn.Module):
     training_batch_invariant: bool
     training_stochastic: bool
     ranks: Ranks = ALONE
+    fresh: Callable[[], Router]
 
     def __init__(
         self, stages: Stages, select: Selector, mix: Mixer | None, layer: LayerSpec, options: Mapping[str, Any], *,
@@ -65,6 +69,7 @@ class Router(nn.Module):
         self.scale, self.lr_scale, self.weigh = float(options["scale"]), float(options["lr_scale"]), options["weigh"]
         self.losses: Mapping[str, Loss] = dict(stages.losses)
         self.objective, self.objective_weight = stages.objective, stages.objective_weight
+        self.objective_known, self._built_at = False, _steps["taken"]  # whether the loop computes it
         parts = [part for _, part in self._stages()]
         for flag, combine in (("causal", all), ("batch_invariant", all), ("stochastic", any)):
             setattr(self, flag, combine(getattr(part, flag) for part in parts))
@@ -78,7 +83,7 @@ class Router(nn.Module):
         if options["dense_gradient"]:
             select.one_process = "with dense_gradient each token runs all experts where it is"
         self._frozen = False
-        self._moved_since_step_end: int | None = None
+        self._at_step_end: tuple[int, int] | None = None  # or at the last training forward
         self._warned: set[str] = set()
 
     def _stages(self) -> Iterator[tuple[str, Stage]]:
@@ -87,6 +92,10 @@ class Router(nn.Module):
     def forward(self, hidden: Tensor, context: RoutingContext | None = None) -> Routing:
         """Routes hidden states [B, T, dim] (or [tokens, dim]: one sequence)."""
         context = PLAIN_CONTEXT if context is None else context
+        if not isinstance(context, RoutingContext):
+            raise ValueError(
+                f"{self.spec}: context is a {type(context).__name__}: write RoutingContext(padding_mask=…)"
+            )
         if hidden.dim() == 2:
             hidden, ids = hidden.unsqueeze(0), context.token_ids
             context = context if ids is None else replace(context, token_ids=ids.reshape(1, -1))
@@ -196,6 +205,14 @@ class Router(nn.Module):
     def frozen(self, frozen: bool) -> None:
         self._frozen = self.score.frozen = frozen
 
+    def reset_parameters(self) -> None:
+        """As `build_router` starts it, newly drawn: after `to_empty`, children first (`model.apply`)."""
+        new = self.fresh()
+        with torch.no_grad():
+            for kind in (nn.Module.parameters, nn.Module.buffers):
+                for own, drawn in zip(kind(self), kind(new), strict=True):
+                    own.copy_(drawn)
+
     def requires_grad_(self, requires_grad: bool = True) -> Router:
         super().requires_grad_(requires_grad)
         if requires_grad:
@@ -208,7 +225,7 @@ class Router(nn.Module):
             if saved is not None and saved.numel() == parameter.numel() == 1 and saved.dim() != parameter.dim():
                 state_dict[prefix + name] = saved.reshape(parameter.shape)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        self._moved_since_step_end = None  # loading is no step
+        self._at_step_end = None  # loading is no step
 
     def gather(self, statistics: Tensors) -> None:
         """Hands one micro-batch's statistics to the stages; called in backward, once per micro-batch."""
@@ -228,13 +245,14 @@ class Router(nn.Module):
         if not self.frozen:
             for _, stage in self._stages():
                 stage.step_end()
-            self._moved_since_step_end = self._parameter_version()
+            self._at_step_end = self._moves()
         for module in self.modules():
             if isinstance(module, Stage):
                 module.sums.clear()
 
-    def _parameter_version(self) -> int:
-        return sum(parameter._version for parameter in self.parameters())
+    def _moves(self) -> tuple[int, int]:
+        """The parameters' version, which a copy or a gathered shard changes too, and the optimizers' steps so far."""
+        return sum(parameter._version for parameter in self.parameters()), _steps["taken"]
 
     def _check(self, hidden: Tensor, context: RoutingContext) -> None:
         if hidden.dim() != 3 or hidden.shape[-1] != self.dim:
@@ -253,20 +271,26 @@ class Router(nn.Module):
 
     def _check_training(self) -> None:
         if self.top_k == 1 and self.select.renormalize and any(p.requires_grad for p in self.score.parameters()):
-            self._warn(
+            self.warn(
                 f"{self.spec}: with top_k=1 and renormalised weights every weight is exactly 1, so the router gets no "
                 "gradient from the output; use renormalize=false or a larger k"
             )
-        if self.needs_step_end and self.ranks.count == 1:  # shards are not the tensors of the forward
-            version = self._parameter_version()
-            if self._moved_since_step_end is not None and version != self._moved_since_step_end:
-                self._warn(
+        if self.objective is not None and not self.objective_known and _steps["taken"] > self._built_at:
+            self.warn(
+                f"{self.spec}: its objective, {self.objective}, is the loop's to compute: the page of the router shows "
+                "how; set objective_known = True on the router that has it"
+            )
+        if self.needs_step_end:
+            now, before = self._moves(), self._at_step_end
+            if before is not None and now[0] != before[0] and now[1] > before[1]:
+                self.warn(
                     f"{self.spec}: parameters moved without step_end; call pointsman.step_end(model) after "
                     "optimizer.step(), or pointsman.track_steps(model, optimizer) once"
                 )
-            self._moved_since_step_end = version
+            self._at_step_end = now
 
-    def _warn(self, message: str) -> None:
+    def warn(self, message: str) -> None:
+        """Warns, once of each."""
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, stacklevel=4)

@@ -67,6 +67,10 @@ class Stage(nn.Module):
         kept = {name: getattr(self, name, None) for name in inspect.signature(type(self).__init__).parameters}
         return ", ".join(f"{name}={value}" for name, value in kept.items() if isinstance(value, int | float | str))
 
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        half = tensor is not None and tensor.dtype in (torch.bfloat16, torch.float16)
+        super().register_buffer(name, tensor.float() if half and tensor is not None else tensor, persistent)
+
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Stage:
         every = [module._buffers for module in self.modules()]
         kept = [(buffers, name, buffer) for buffers in every for name, buffer in buffers.items()]

@@ -54,11 +54,7 @@ class _Prepare:
         lengths = ((value @ gram) * value).sum(-1)
         bias = lengths if relative_bias[0] is None else lengths + relative_bias[0]
         return Prepared(
-            torch.cat([query * self.scale, explained], -1),
-            torch.cat([key, value], -1),
-            probs,
-            bias,
-            *relative_bias[1:],
+            torch.cat([query * self.scale, explained], -1), torch.cat([key, value], -1), probs, bias, *relative_bias[1:]
         )
 
 

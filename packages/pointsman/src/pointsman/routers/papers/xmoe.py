@@ -118,14 +118,9 @@ def xmoe(
     if routing_dim == 1 and normalize:
         raise ValueError("xmoe: option routing_dim=1: allowed are whole numbers from 2: on a line cosines are signs")
     tau0 = TAU0[gate] if tau0 is None else tau0
-    scorer = CosineScorer(
-        layer.dim,
-        layer.columns,
-        None if routing_dim == "full" else routing_dim,
-        expert_norm=expert_norm,
-        normalize_tokens=normalize,
-        normalize_experts=normalize,
-    )
+    width = None if routing_dim == "full" else routing_dim
+    norms = {"normalize_tokens": normalize, "normalize_experts": normalize}
+    scorer = CosineScorer(layer.dim, layer.columns, width, expert_norm=expert_norm, **norms)
     return Stages(scorer, TemperatureGate(gate, tau0), balance_temperature=tau0)
 
 
@@ -145,11 +140,6 @@ def xmoe_torchscale(layer: LayerSpec, *, routing_dim: FromTwo = 16, expert_norm:
     """
     return Stages(
         CosineScorer(
-            layer.dim,
-            layer.columns,
-            routing_dim,
-            expert_norm=expert_norm,
-            normalize_tokens=False,
-            orthogonal=True,
+            layer.dim, layer.columns, routing_dim, expert_norm=expert_norm, normalize_tokens=False, orthogonal=True
         )
     )
