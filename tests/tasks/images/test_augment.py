@@ -17,7 +17,7 @@ from pointsman_lab.tasks.images.augment import (
     to_tensor,
     uniforms,
 )
-from pointsman_lab.tasks.images.image_set import ImagePart
+from pointsman_lab.tasks.images.part import ImagePart
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (6, 16, 16, 3), dtype=np.uint8)
 LABELS = torch.eye(6)
@@ -91,7 +91,7 @@ def test_mistakes_name_what_is_allowed(text: str, words: str) -> None:
 
 
 def test_an_epoch_visits_every_image_once() -> None:
-    part = ImagePart(IMAGES, np.arange(6))
+    part = ImagePart("abcdef", np.arange(6), IMAGES.__getitem__, side=IMAGES.shape[1])
     stream = ImageStream(part, 4, 6, Augmentation(), seed=0)
     rows = [row for step in range(3) for row in stream.indices(step)]
     assert sorted(rows[:6]) == sorted(rows[6:]) == list(range(6))
@@ -100,6 +100,6 @@ def test_an_epoch_visits_every_image_once() -> None:
 
 
 def test_evaluation_visits_evenly_spaced_images() -> None:
-    part = ImagePart(IMAGES, np.arange(6))
+    part = ImagePart("abcdef", np.arange(6), IMAGES.__getitem__, side=IMAGES.shape[1])
     assert torch.cat([labels for _, labels in evaluation_batches(part, 4)]).tolist() == list(range(6))
     assert torch.cat([labels for _, labels in evaluation_batches(part, 4, budget=3)]).tolist() == [0, 2, 5]

@@ -109,14 +109,11 @@ def test_it_learns_and_its_figures_can_be_read_again(settings: Settings, tmp_pat
     assert (saved.config.model.num_classes, saved.config.model.image_size) == (3, 8)
     with pytest.raises(RunError, match="this is for language models"):
         corpus_of(saved)
-    images, labels = (
-        open_images(saved.config.data).split("test").images,
-        open_images(saved.config.data).split("test").labels,
-    )
-    pixels = torch.from_numpy(np.array(images)).permute(0, 3, 1, 2).float() / 127.5 - 1
+    test = open_images(saved.config.data).split("test")
+    pixels = torch.from_numpy(test.pixels()).permute(0, 3, 1, 2).float() / 127.5 - 1
     with torch.no_grad():
         found = saved.model(pixels).argmax(-1)
-    assert float((found == torch.from_numpy(labels)).float().mean()) == pytest.approx(rows[2]["value"])
+    assert float((found == torch.from_numpy(test.labels)).float().mean()) == pytest.approx(rows[2]["value"])
 
 
 def test_a_run_is_diagnosed_with_its_earlier_checkpoints(settings: Settings, tmp_path: Path) -> None:

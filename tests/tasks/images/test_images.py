@@ -15,7 +15,8 @@ import torch
 from pointsman._errors import RunError
 from pointsman_lab.tasks.images import image_set
 from pointsman_lab.tasks.images.augment import Augmentation, ImageStream, inception_crop, to_tensor, uniforms
-from pointsman_lab.tasks.images.image_set import fit, load_images
+from pointsman_lab.tasks.images.image_set import load_images
+from pointsman_lab.tasks.images.part import fit
 
 Image = pytest.importorskip("PIL.Image")
 CLASSES = ("n01", "n02", "n03")
@@ -58,20 +59,21 @@ def test_folders_of_classes(tmp_path: Path) -> None:
     assert {split: len(images.split(split)) for split in images.splits} == {"train": 57, "valid": 3, "test": 60}
     test = images.split("test")
     assert test.labels.tolist() == [0] * 20 + [1] * 20 + [2] * 20
-    assert (test.images[20] == picture(1000)).all()
+    assert (test.pixels([20])[0] == picture(1000)).all()
 
 
 def test_images_are_decoded_as_they_are_read(tmp_path: Path) -> None:
     write_classes(tmp_path / "set", side=12)
     test = load_images(f"{tmp_path / 'set'}:size=8").split("test")
-    assert test.images.shape == (60, 8, 8, 3)
-    every = test.images[:]
-    for rows in ([2, 0], np.array([1]), slice(0, 2)):
-        assert (test.images[rows] == every[rows]).all()
+    every = test.pixels()
+    assert every.shape == (60, 8, 8, 3)
+    for rows in ([2, 0], np.array([1])):
+        assert (test.pixels(rows) == every[rows]).all()
+        assert (test.take(rows).pixels() == every[rows]).all()
     (tmp_path / "set" / "val" / CLASSES[0] / f"{CLASSES[0]}_0.png").write_bytes(b"")
-    assert (test.images[[20]] == every[[20]]).all(), "other rows are not decoded"
+    assert (test.pixels([20]) == every[[20]]).all(), "other rows are not decoded"
     with pytest.raises(RunError, match=r"_0\.png"):
-        test.images[[0]]
+        test.pixels([0])
 
 
 @pytest.mark.parametrize("most", [0, 2**20])
@@ -96,9 +98,8 @@ def test_crops_are_taken_from_the_image_as_it_lies_on_the_disk(tmp_path: Path) -
     stream = ImageStream(train, 4, 3, Augmentation.parse("inception"), seed=1)
     pixels, _ = stream.batch(0)
     draws = uniforms(1, "inception", 0, 4, 4)
-    assert train.original is not None
     for row, index in enumerate(stream.indices(0)):
-        original = train.original(index)
+        original = train.load(index)
         assert original.shape == (40, 40, 3)
         assert torch.equal(pixels[row], to_tensor(inception_crop(original, draws[row], 16)[None])[0])
 
@@ -110,7 +111,7 @@ def test_a_tar_archive_gives_the_same_as_its_folder(tmp_path: Path) -> None:
     folder, packed = (load_images(str(path)) for path in (tmp_path / "set", tmp_path / "packed.tar"))
     for split in folder.splits:
         one, two = folder.split(split), packed.split(split)
-        assert (one.images[:] == two.images[:]).all()
+        assert (one.pixels() == two.pixels()).all()
         assert (one.labels == two.labels).all()
 
 
@@ -119,7 +120,7 @@ def test_sheets_hold_one_image_a_row(tmp_path: Path) -> None:
     images = load_images(str(tmp_path / "set"))
     assert images.classes[3] == "cat"
     assert [len(images.split(split)) for split in ("train", "valid", "test")] == [18, 2, 10]
-    assert (images.split("valid").images[1] == picture(19, 32)).all()
+    assert (images.split("valid").pixels([1])[0] == picture(19, 32)).all()
 
 
 def test_cifar_binary(tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ def test_cifar_binary(tmp_path: Path) -> None:
         records = [bytes([index % 10]) + picture(index, 32).transpose(2, 0, 1).tobytes() for index in range(20)]
         (root / name).write_bytes(b"".join(records))
     images = load_images(str(root))
-    assert (images.split("test").images[7] == picture(7, 32)).all()
+    assert (images.split("test").pixels([7])[0] == picture(7, 32)).all()
     assert images.split("test").labels[13] == 3
 
 
@@ -139,7 +140,7 @@ def test_npy(tmp_path: Path) -> None:
     np.save(tmp_path / "labels.npy", np.arange(6) % 3)
     images = load_images(str(tmp_path / "fog.npy"))
     assert images.splits == ("test",)
-    assert (images.split("test").images[:] == pixels).all()
+    assert (images.split("test").pixels() == pixels).all()
 
 
 def test_an_empty_array_is_named(tmp_path: Path) -> None:
@@ -258,7 +259,7 @@ def test_mistakes_name_the_file(tmp_path: Path, make: object, words: str) -> Non
     def read() -> None:
         images = load_images(str(tmp_path / "set"))
         for split in images.splits:
-            images.split(split).images[:]
+            images.split(split).pixels()
 
     with pytest.raises(RunError, match=re.escape(words)):
         read()
@@ -275,5 +276,5 @@ def test_unknown_sets_and_options_name_the_nearest(tmp_path: Path, spec: str, wo
 
 def test_the_published_first_pixel(data_dir: Path, tmp_path: Path) -> None:
     images = load_images("cifar10-10k", data_dir=data_dir)
-    assert images.split("train").images[[0]][0, 0, 0].tolist() == [59, 62, 63]
+    assert images.split("train").pixels([0])[0, 0, 0].tolist() == [59, 62, 63]
     assert [len(images.split(split)) for split in images.splits] == [9000, 1000, 10000]

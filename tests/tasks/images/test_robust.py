@@ -23,7 +23,8 @@ from pointsman_lab.tasks.images import scores
 from pointsman_lab.tasks.images.attacks import ATTACKS, SIZE, attacked, under_gradient_attack
 from pointsman_lab.tasks.images.augment import evaluation_batches
 from pointsman_lab.tasks.images.corruptions import CORRUPTIONS, corrupt
-from pointsman_lab.tasks.images.image_set import ClassNames, ImagePart
+from pointsman_lab.tasks.images.image_set import ClassNames
+from pointsman_lab.tasks.images.part import ImagePart
 from pointsman_lab.tasks.images.robust import Asked, robustness, save_robustness
 from pointsman_lab.tasks.images.robust_table import _relative, robust_tables
 from pointsman_lab.tasks.images.shifts import Frame, Seen, on_outliers, under_corruptions
@@ -105,7 +106,8 @@ def model(router: str = "smoe:balance=1") -> VisionTransformer:
 
 def part(count: int = 40, side: int = 8) -> ImagePart:
     draw = np.random.default_rng(0)
-    return ImagePart(draw.integers(0, 256, (count, side, side, 3), dtype=np.uint8), draw.integers(0, 3, count))
+    images = draw.integers(0, 256, (count, side, side, 3), dtype=np.uint8)
+    return ImagePart([str(row) for row in range(count)], draw.integers(0, 3, count), images.__getitem__, side=side)
 
 
 @pytest.mark.parametrize("name", ATTACKS)
@@ -153,10 +155,10 @@ def test_fluctuation_is_between_the_clean_and_the_corrupted_image() -> None:
     assert len(same["routing"]) == 75
     assert all(row["layers"]["layers.1.moe"]["top1"] == 0 for row in same["routing"])
     assert same["results"][0]["value"] == same["clean"][0]["value"]
-    other = ImagePart(255 - clean.images, clean.labels)
+    other = replace(clean, load=lambda row: 255 - clean.load(row))
     moved = under_corruptions(net, clean, lambda *_: other, top_k=(2,), routing_k=2, frame=FRAME)
     assert moved["routing"][0]["layers"]["layers.1.moe"]["top1"] > 0
-    mixed = ImagePart(clean.images, clean.labels[::-1].copy())
+    mixed = replace(clean, labels=clean.labels[::-1].copy())
     assert not under_corruptions(net, clean, lambda *_: mixed, top_k=(2,), routing_k=2, frame=FRAME)["routing"]
 
 
@@ -189,36 +191,36 @@ def test_own_corruptions_are_made_once_and_depend_on_the_number_of_the_image(she
     some, every = (Corrupted(images, "test", rows, None) for rows in (chosen_rows(clean, 4), chosen_rows(clean, None)))
     assert some.rows == [0, 6, 12, 19]
     one, two = some("fog", 3), every("fog", 3)
-    assert np.array_equal(one.images, two.images[some.rows])
-    assert np.array_equal(two.images, corrupt(clean.images[:], "fog", 3))
-    assert np.array_equal(some("fog", 3).images, one.images)
+    assert np.array_equal(one.pixels(), two.pixels(some.rows))
+    assert np.array_equal(two.pixels(), corrupt(clean.pixels(), "fog", 3))
+    assert np.array_equal(some("fog", 3).pixels(), one.pixels())
     assert np.array_equal(one.labels, clean.labels[some.rows])
 
 
 def test_a_damaged_cache_is_made_anew(sheets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source = Corrupted(open_images(str(sheets)), "test", [3, 5], None)
-    made = source("fog", 3).images
+    made = source("fog", 3).pixels()
     [file] = tmp_path.rglob("*.npy")
     whole = file.read_bytes()
     for length in (0, 100, len(whole) - 1):
         file.write_bytes(whole[:length])
-        assert np.array_equal(source("fog", 3).images[:], made[:])
+        assert np.array_equal(source("fog", 3).pixels(), made)
         assert file.read_bytes() == whole
 
 
 def test_published_files_are_preferred(sheets: Path, tmp_path: Path) -> None:
     images = open_images(str(sheets))
     clean = images.split("test")
-    arrays = np.concatenate([corrupt(clean.images[:], "contrast", severity) for severity in range(1, 6)])
+    arrays = np.concatenate([corrupt(clean.pixels(), "contrast", severity) for severity in range(1, 6)])
     np.save(tmp_path / "contrast.npy", arrays)
     np.save(tmp_path / "labels.npy", np.tile(clean.labels, 5))
     source = Corrupted(images, "test", [3, 5], tmp_path)
-    assert np.array_equal(source("contrast", 4).images, arrays[60:80][[3, 5]])
+    assert np.array_equal(source("contrast", 4).pixels(), arrays[60:80][[3, 5]])
     for place, label in enumerate(clean.labels):
         folder = tmp_path / "fog" / "2" / images.classes[label]
         folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(clean.images[place]).save(folder / f"{place:03}.png")
+        Image.fromarray(clean.pixels([place])[0]).save(folder / f"{place:03}.png")
     found = source("fog", 2)
     assert len(found) == 2
     with pytest.raises(RunError, match=r"neither snow\.npy nor snow/1"):
@@ -257,7 +259,7 @@ def test_every_kind_has_a_record_and_a_table(
             name = images.classes[place % 2] if kind == "r" else f"strange-{place % 2}"
             folder = tmp_path / "shifted" / name
             folder.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(255 - images.split("test").images[place]).save(folder / f"{place}.png")
+            Image.fromarray(255 - images.split("test").pixels([place])[0]).save(folder / f"{place}.png")
         path = f":{tmp_path / 'shifted'}"
     words = ["evaluate", str(comparison), "--robust", f"{kind}{path}", "--top-k", "2", "--eval-tokens", "160"]
     assert main(words) == 0
@@ -314,7 +316,7 @@ def test_outliers_in_folders_of_known_classes_are_scored_among_these(comparison:
     for place in range(6):
         folder = tmp_path / "strange" / images.classes[place % 2]
         folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(255 - images.split("test").images[place]).save(folder / f"{place}.png")
+        Image.fromarray(255 - images.split("test").pixels([place])[0]).save(folder / f"{place}.png")
     found = robustness(run, Asked.parse(f"o:{tmp_path / 'strange'}"))
     assert (found["inliers"], found["outliers"], found["base_rate"]) == (4, 6, 0.6)
 
@@ -365,7 +367,7 @@ def test_published_files_are_those_of_the_path_as_the_user_sees_it(
     monkeypatch.setenv("POINTSMAN_DATA", str(tmp_path / "data"))
 
     def read(model: object, clean: ImagePart, source: Corrupted, **_: object) -> dict[str, Any]:
-        found.append(int(source("fog", 2).images[:].max()))
+        found.append(int(source("fog", 2).pixels().max()))
         return {}
 
     monkeypatch.setattr("pointsman_lab.tasks.images.robust.under_corruptions", read)

@@ -23,7 +23,7 @@ from pointsman.recording import record_routing
 from pointsman.routing import Routing
 from pointsman_lab.progress import Progress, Stop, check_stop
 from pointsman_lab.tasks.images.augment import evaluation_batches
-from pointsman_lab.tasks.images.image_set import ImagePart
+from pointsman_lab.tasks.images.part import ImagePart
 from pointsman_lab.tasks.images.task import image_nats
 from pointsman_lab.tasks.images.vit import VisionTransformer
 

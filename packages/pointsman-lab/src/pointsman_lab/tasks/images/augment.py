@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman_lab.tasks.images.image_set import ImagePart
-from pointsman_lab.tasks.images.layouts import Pixels
+from pointsman_lab.tasks.images.part import ImagePart, Pixels
 
 NAMES = ("crop", "flip", "mixup", "randaugment", "inception")
 _STREAM = {"crop": 0, "flip": 1, "mixup": 3, "randaugment": 4, "inception": 6}
@@ -242,10 +241,10 @@ class ImageStream:
         """images [B, 3, S, S] in [-1, 1], and labels [B, C] as probabilities."""
         rows = self.indices(step)
         labels = F.one_hot(torch.from_numpy(self._part.labels[rows]), self.num_classes).float()
-        part, side = self._part, self._part.images.shape[1]
-        whole = part.original if self._augmentation.inception else None
-        images = part.images[rows] if whole is None else [whole(row) for row in rows]
-        pixels, labels = self._augmentation(images, labels, seed=self.seed, step=step, side=side)
+        part = self._part
+        whole = part.resized and self._augmentation.inception
+        images = [part.load(row) for row in rows] if whole else part.pixels(rows)
+        pixels, labels = self._augmentation(images, labels, seed=self.seed, step=step, side=part.side)
         return pixels.to(self._device), labels.to(self._device)
 
     def is_epoch_start(self, step: int) -> bool:
@@ -259,4 +258,4 @@ def evaluation_batches(part: ImagePart, batch_size: int, budget: int | None = No
     rows = np.unique(np.linspace(0, len(part) - 1, count).astype(np.int64)) if count < len(part) else np.arange(count)
     for start in range(0, len(rows), batch_size):
         chosen = rows[start : start + batch_size]
-        yield to_tensor(part.images[chosen]), torch.from_numpy(part.labels[chosen])
+        yield to_tensor(part.pixels(chosen)), torch.from_numpy(part.labels[chosen])

@@ -3,7 +3,7 @@
 Parameters are those of the published scripts for 32, 64 and 224 pixels. Two things differ, so that results are
 "C-style" and not the published sets: frost is a generated fractal layer (theirs: six photographs), and every image
 draws from a generator of its own, seeded by (corruption, severity, number of the image). Files of the published sets
-are read as they are (`lab.data.images`).
+are read as they are (`sources`).
 
 Shapes: an image is float64 [side, side, 3] in [0, 1]; what is stored is uint8.
 """
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman_lab.tasks.images.layouts import Pixels
+from pointsman_lab.tasks.images.part import Pixels
 from pointsman_lab.tasks.images.severities import PARAMETERS, SIDES
 
 Image = NDArray[np.float64]

@@ -6,20 +6,19 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._files import parse_json, read_ordinary, user_path
 from pointsman_lab.data.catalog import SPLITS
 from pointsman_lab.data.reading import reading
 from pointsman_lab.data.vocabulary import Symbols
-from pointsman_lab.tasks.images.layouts import LabelledImages, Layout, Pixels, open_layout
+from pointsman_lab.tasks.images.layouts import Layout, open_layout
+from pointsman_lab.tasks.images.part import ImagePart
 
 IMAGE_SETS = {
     "cifar10-10k": "a fifth of CIFAR-10's training images and all of its test images, 32 x 32",
@@ -29,47 +28,6 @@ _FOLDERS = {"cifar10-10k": ("cifar10-10k", "cifar10"), "tiny-imagenet-50": ("tin
 
 MOST_SUMMED = 2**27
 """Bytes of files: larger sets are told apart by the files' names and sizes, without a checksum."""
-
-
-@dataclass(frozen=True)
-class Images:
-    """Images of a part that are decoded whenever they are read: `images[rows]` is [.., side, side, 3]."""
-
-    part: LabelledImages
-    size: int | None
-    side: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return len(self.part), self.side, self.side, 3
-
-    def __len__(self) -> int:
-        return len(self.part)
-
-    def __getitem__(self, rows: Any) -> Pixels:
-        chosen = np.arange(len(self.part))[rows]
-        if chosen.ndim == 0:
-            return _decoded(self.part, int(chosen), self.size, self.side)
-        found = np.empty((len(chosen), *self.shape[1:]), dtype=np.uint8)
-        for place, row in enumerate(chosen.tolist()):
-            found[place] = _decoded(self.part, row, self.size, self.side)
-        return found
-
-
-@dataclass(frozen=True)
-class ImagePart:
-    """images [N, side, side, 3] uint8 and labels [N] int64.
-
-    Attributes:
-        original: row -> the image as it was before `size`; None: it is that of `images`.
-    """
-
-    images: Pixels | Images
-    labels: NDArray[np.int64]
-    original: Callable[[int], Pixels] | None = None
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
 
 @dataclass(frozen=True)
@@ -135,10 +93,7 @@ def load_images(spec: str, *, data_dir: Path | None = None) -> ImageSet:
     parts, note = _assign(layout)
     _check_parts(parts, layout, str(path), note)
     side = size or next(iter(parts.values())).load(0).shape[0]
-    opened = {
-        split: ImagePart(Images(part, size, side), np.asarray(part.labels, dtype=np.int64), part.load if size else None)
-        for split, part in parts.items()
-    }
+    opened = {split: replace(part, side=side, resized=size is not None) for split, part in parts.items()}
     sizes = ", ".join(f"{split} {len(part):,}" for split, part in opened.items())
     description = f"{name}: {layout.kind}, {len(layout.classes)} classes, {side} x {side}, {sizes}{note}"
     return ImageSet(name, layout.classes, side, description, _fingerprint(layout, parts, size), opened)
@@ -169,7 +124,7 @@ def _find(name: str, data_dir: Path | None) -> Path:
     raise RunError(f"no images called {name!r}{where}: {did_you_mean(name, IMAGE_SETS)}, or a path")
 
 
-def _check_parts(parts: Mapping[str, LabelledImages], layout: Layout, where: str, note: str) -> None:
+def _check_parts(parts: Mapping[str, ImagePart], layout: Layout, where: str, note: str) -> None:
     """Every part has images, and every class has training images, where there is a training part."""
     for split, part in parts.items():
         if not len(part):
@@ -183,7 +138,7 @@ def _check_parts(parts: Mapping[str, LabelledImages], layout: Layout, where: str
                 raise RunError(f"{name}: the class {layout.classes[label]!r} has no training images{note}")
 
 
-def _assign(layout: Layout) -> tuple[dict[str, LabelledImages], str]:
+def _assign(layout: Layout) -> tuple[dict[str, ImagePart], str]:
     """The parts as they are used, and what to say about it."""
     parts, notes = dict(layout.parts), []
     if "train" in parts and "test" not in parts and "valid" in parts:
@@ -199,19 +154,13 @@ def _assign(layout: Layout) -> tuple[dict[str, LabelledImages], str]:
             order = sorted(rows, key=lambda row: hashlib.sha256(Path(train.names[row]).name.encode()).digest())
             held = set(order[: max(1, len(train) // 20)])
             notes.append("valid: 5 % of training by a hash of the name")
-        parts["train"] = _subset(train, [row for row in rows if row not in held])
-        parts["valid"] = _subset(train, sorted(held))
+        parts["train"] = train.take([row for row in rows if row not in held])
+        parts["valid"] = train.take(sorted(held))
     ordered = {split: parts[split] for split in SPLITS if split in parts}
     return ordered, "".join(f"; {note}" for note in notes)
 
 
-def _subset(part: LabelledImages, rows: Sequence[int]) -> LabelledImages:
-    return LabelledImages(
-        [part.names[row] for row in rows], [part.labels[row] for row in rows], lambda row: part.load(rows[row])
-    )
-
-
-def _fingerprint(layout: Layout, parts: Mapping[str, LabelledImages], size: int | None) -> str:
+def _fingerprint(layout: Layout, parts: Mapping[str, ImagePart], size: int | None) -> str:
     labels = {split: list(map(int, part.labels)) for split, part in parts.items()}
     digest = hashlib.sha256(json.dumps([layout.kind, layout.classes, size, labels]).encode())
     sizes = [file.stat().st_size for file in layout.files]
@@ -221,30 +170,6 @@ def _fingerprint(layout: Layout, parts: Mapping[str, LabelledImages], size: int 
             checksum = zlib.crc32(read_ordinary(file)) if summed else None
         digest.update(f"{file.name} {length} {checksum}\n".encode())
     return digest.hexdigest()[:16]
-
-
-def fit(pixels: Pixels, size: int) -> Pixels:
-    """[height, width, 3] -> [size, size, 3]: the shorter side resized (bicubic), then the centre."""
-    from PIL import Image
-
-    height, width = pixels.shape[:2]
-    scale = size / min(height, width)
-    wide, high = max(size, round(width * scale)), max(size, round(height * scale))
-    image = Image.fromarray(pixels)
-    if (wide, high) != (width, height):
-        image = image.resize((wide, high), Image.Resampling.BICUBIC)
-    left, top = (wide - size) // 2, (high - size) // 2
-    return np.asarray(image.crop((left, top, left + size, top + size)))
-
-
-def _decoded(part: LabelledImages, row: int, size: int | None, side: int) -> Pixels:
-    pixels = part.load(row)
-    if size is not None:
-        return fit(pixels, size)
-    if pixels.shape[:2] != (side, side):
-        shape = f"{pixels.shape[1]} x {pixels.shape[0]}"
-        raise RunError(f"{part.names[row]}: {shape} where {side} x {side} is expected: add :size={side} to the data")
-    return pixels
 
 
 @dataclass(frozen=True)

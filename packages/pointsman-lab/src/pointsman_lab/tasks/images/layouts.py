@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from pointsman._errors import RunError, needing
 from pointsman_lab._files import open_named, parse_json, read_ordinary
 from pointsman_lab.data.reading import reading
+from pointsman_lab.tasks.images.part import ImagePart, Pixels
 
-Pixels = NDArray[np.uint8]
 SUFFIXES = (".jpeg", ".jpg", ".png")
 PARTS = {"train": "train", "val": "valid", "valid": "valid", "validation": "valid", "test": "test"}
 SIDE = 32
@@ -36,24 +36,6 @@ MOST_CLASSES = 2**16
 MOST_PIXELS = 2**27
 MOST_SHEET = 2**31  # bytes of a file with many images
 CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-
-
-@dataclass(frozen=True)
-class LabelledImages:
-    """One part of a set, not yet decoded.
-
-    Attributes:
-        names: what an error calls each image: its file, or file and row.
-        labels: the class of each image, as an index of `Layout.classes`.
-        load: index -> pixels [height, width, 3].
-    """
-
-    names: Sequence[str]
-    labels: Sequence[int]
-    load: Callable[[int], Pixels]
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
 
 @dataclass(frozen=True)
@@ -68,7 +50,7 @@ class Layout:
     """
 
     classes: tuple[str, ...]
-    parts: Mapping[str, LabelledImages]
+    parts: Mapping[str, ImagePart]
     files: Sequence[Path]
     kind: str
 
@@ -116,8 +98,9 @@ def _sheets(folder: Path) -> Layout:
             labels += own
             names += [f"{sheet}: row {row}" for row in range(len(own))]
             files += [sheet, label_file]
-        parts[part] = LabelledImages(names, labels, _sheet_loader([sheet for sheet, _ in pairs], len(labels)))
-    classes = _numbered(parts.values(), folder)
+        load = _sheet_loader([sheet for sheet, _ in pairs], len(labels))
+        parts[part] = ImagePart(names, _bounded(labels, folder), load)
+    classes = _numbered(parts.values())
     return Layout(CIFAR_CLASSES if len(classes) == 10 else classes, parts, files, "sheets")
 
 
@@ -169,9 +152,9 @@ def _cifar_binary(folder: Path) -> Layout:
             names += [f"{file}: image {row}" for row in range(len(rows[-1]))]
         every = np.concatenate(rows)
         images = every[:, 1:].reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1)
-        parts[part] = LabelledImages(names, every[:, 0].tolist(), images.__getitem__)
+        parts[part] = ImagePart(names, every[:, 0].astype(np.int64), images.__getitem__)
         files += found
-    classes = _numbered(parts.values(), folder)
+    classes = _numbered(parts.values())
     return Layout(CIFAR_CLASSES if len(classes) == 10 else classes, parts, files, "CIFAR's binary form")
 
 
@@ -183,8 +166,8 @@ def _npy(file: Path) -> Layout:
     if labels.shape != images.shape[:1] or not np.issubdtype(labels.dtype, np.integer) or labels.min(initial=0) < 0:
         raise RunError(f"{label_file}: {list(labels.shape)} labels for {len(images)} images of {file.name}")
     names = [f"{file}: image {row}" for row in range(len(images))]
-    part = LabelledImages(names, labels.tolist(), lambda index: np.asarray(images[index]))
-    classes = _numbered([part], file)
+    part = ImagePart(names, _bounded(labels, file), images.__getitem__)
+    classes = _numbered([part])
     return Layout(CIFAR_CLASSES if len(classes) == 10 else classes, {"test": part}, [file, label_file], "npy")
 
 
@@ -268,18 +251,13 @@ def _of_paths(
         {paths[index][-2] for indices in chosen.values() for index in indices}
     )
     number = {name: label for label, name in enumerate(known)}
-    parts = {}
-    for part, indices in chosen.items():
-        for index in indices:
-            if paths[index][-2] not in number:
-                raise RunError(f"{names[index]}: the class {paths[index][-2]!r} has no training images")
-        labels = [number[paths[index][-2]] for index in indices]
-        parts[part or "test"] = _chosen(LabelledImages(names, [], load), indices, labels)
-    return Layout(tuple(known), parts, files, kind)
-
-
-def _chosen(every: LabelledImages, indices: Sequence[int], labels: Sequence[int]) -> LabelledImages:
-    return LabelledImages([every.names[index] for index in indices], labels, lambda row: every.load(indices[row]))
+    labels = np.zeros(len(paths), dtype=np.int64)
+    for index in (index for indices in chosen.values() for index in indices):
+        if paths[index][-2] not in number:
+            raise RunError(f"{names[index]}: the class {paths[index][-2]!r} has no training images")
+        labels[index] = number[paths[index][-2]]
+    every = ImagePart(names, labels, load)
+    return Layout(tuple(known), {part or "test": every.take(of) for part, of in chosen.items()}, files, kind)
 
 
 def image_pixels(content: bytes, name: str) -> Pixels:
@@ -299,8 +277,13 @@ def image_pixels(content: bytes, name: str) -> Pixels:
         ) from None
 
 
-def _numbered(parts: Iterable[LabelledImages], where: Path) -> tuple[str, ...]:
-    most = max((max(part.labels, default=-1) for part in parts), default=-1)
-    if most >= MOST_CLASSES:
+def _bounded(labels: Any, where: Path) -> NDArray[np.int64]:
+    """Labels of a file, none so large that its classes fill the memory."""
+    if (most := max(labels, default=0)) >= MOST_CLASSES:
         raise RunError(f"{where}: the label {most:,}; allowed are labels below {MOST_CLASSES:,}")
+    return np.asarray(labels, dtype=np.int64)
+
+
+def _numbered(parts: Iterable[ImagePart]) -> tuple[str, ...]:
+    most = max((int(part.labels.max(initial=-1)) for part in parts), default=-1)
     return tuple(str(label) for label in range(most + 1))

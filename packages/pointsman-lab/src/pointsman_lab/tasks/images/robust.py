@@ -26,10 +26,11 @@ from pointsman_lab.runs.comparison import read_comparison, read_plan
 from pointsman_lab.runs.paths import slug
 from pointsman_lab.runs.record import RunRecord
 from pointsman_lab.tasks.images.attacks import ATTACKS, under_gradient_attack
-from pointsman_lab.tasks.images.image_set import ImagePart, ImageSet
+from pointsman_lab.tasks.images.image_set import ImageSet
+from pointsman_lab.tasks.images.part import ImagePart
 from pointsman_lab.tasks.images.robust_table import TITLES, robust_tables, shifted_images, table_of
 from pointsman_lab.tasks.images.shifts import Frame, on_hard_images, on_outliers, on_renditions, under_corruptions
-from pointsman_lab.tasks.images.sources import Corrupted, check_corruptions, chosen_rows, rows_of
+from pointsman_lab.tasks.images.sources import Corrupted, check_corruptions, chosen_rows
 from pointsman_lab.tasks.images.task import open_images
 from pointsman_lab.training.run import Run, load_run, runs_at
 
@@ -129,7 +130,7 @@ def robustness(
                 for k in eval_top_k(run.model, top_k)
             ]}  # fmt: skip
         else:
-            some = rows_of(clean, chosen_rows(clean, budget))
+            some = clean.take(chosen_rows(clean, budget))
             found = _shifted(run, asked, images, some, top_k, frame)
     return {"format": FORMAT, "kind": asked.kind, "checkpoint": f"step-{run.step}", "protocol": protocol, **found}
 
@@ -147,20 +148,18 @@ def _shifted(
     shifted = _others(run, asked, images)
     if asked.kind in ("a", "r"):
         part = shifted.relabelled(images.classes).split("test")
-        part = rows_of(part, chosen_rows(part, _budget(asked, run)))
+        part = part.take(chosen_rows(part, _budget(asked, run)))
         return on_renditions(run.model, clean, part, top_k=top_k, frame=frame)
     outliers, classes = shifted.split("test"), None
     share = len(clean) / len(images.split(asked.split))  # as many of the outliers: the base rate stays
     known = [images.classes.index(name) for name in shifted.classes if name in images.classes]
     if len(known) == len(shifted.classes):  # ImageNet-O: folders of the classes that its images are mistaken for
         classes = sorted(known)
-        inside = np.flatnonzero(np.isin(clean.labels, classes))
-        clean = ImagePart(clean.images[inside], clean.labels[inside])
+        clean = clean.take(np.flatnonzero(np.isin(clean.labels, classes)))
     elif asked.path is None:
         strange = [label for label, name in enumerate(shifted.classes) if name not in KNOWN_TO_CIFAR]
-        inside = np.flatnonzero(np.isin(outliers.labels, strange))
-        outliers = ImagePart(outliers.images[inside], outliers.labels[inside])
-    outliers = rows_of(outliers, chosen_rows(outliers, max(1, round(share * len(outliers)))))
+        outliers = outliers.take(np.flatnonzero(np.isin(outliers.labels, strange)))
+    outliers = outliers.take(chosen_rows(outliers, max(1, round(share * len(outliers)))))
     found = on_outliers(run.model, clean, outliers, classes=classes, top_k=top_k, frame=frame)
     return {**found, "outlier_data": shifted.description}
 

@@ -25,7 +25,7 @@ from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, eval_top_k
 from pointsman_lab.progress import check_stop
 from pointsman_lab.tasks.images.augment import evaluation_batches
 from pointsman_lab.tasks.images.corruptions import CORRUPTIONS
-from pointsman_lab.tasks.images.image_set import ImagePart
+from pointsman_lab.tasks.images.part import ImagePart
 from pointsman_lab.tasks.images.scores import calibration, detection
 from pointsman_lab.tasks.images.sources import SEVERITIES
 from pointsman_lab.tasks.images.task import HEADER, predictions
@@ -186,7 +186,7 @@ def on_renditions(
     inside = np.flatnonzero(np.isin(clean.labels, classes))
     if not len(inside):
         raise RunError("the clean part has no images of these classes")
-    same = ImagePart(clean.images[inside], clean.labels[inside])
+    same = clean.take(inside)
     results = []
     for k in eval_top_k(model, top_k):
         seen, plain = look(model, part, k, frame), look(model, same, k, frame)

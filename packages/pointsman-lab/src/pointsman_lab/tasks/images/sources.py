@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,8 @@ import numpy as np
 from pointsman._errors import RunError
 from pointsman_lab._files import open_new, replacing, user_cache_folder
 from pointsman_lab.tasks.images.corruptions import CORRUPTIONS, corrupt
-from pointsman_lab.tasks.images.image_set import ImagePart, ImageSet
-from pointsman_lab.tasks.images.layouts import Pixels
+from pointsman_lab.tasks.images.image_set import ImageSet
+from pointsman_lab.tasks.images.part import ImagePart, Pixels
 from pointsman_lab.tasks.images.task import open_images
 
 VERSION = 2  # of the corruptions: a change of a picture needs a new one
@@ -29,11 +30,6 @@ def chosen_rows(part: ImagePart, budget: int | None) -> list[int]:
     return sorted(set(np.linspace(0, len(part) - 1, budget).astype(int).tolist()))
 
 
-def rows_of(part: ImagePart, rows: list[int]) -> ImagePart:
-    """These images of a part."""
-    return part if len(rows) == len(part) else ImagePart(part.images[rows], part.labels[rows])
-
-
 class Corrupted:
     """Images of a part under a corruption: files of the published sets where given, else our own.
 
@@ -43,7 +39,7 @@ class Corrupted:
 
     def __init__(self, images: ImageSet, split: str, rows: list[int], path: Path | None) -> None:
         self.images, self.split, self.rows, self.path = images, split, rows, path
-        self.clean = rows_of(images.split(split), rows)
+        self.clean = images.split(split).take(rows)
         self.description = f"files of {path.name}" if path else "C-style: this library's own corruptions"
         if path is not None and not path.is_dir():
             raise RunError(f"{path}: no folder of corrupted images (CORRUPTION.npy, or CORRUPTION/SEVERITY/CLASS/*)")
@@ -51,20 +47,19 @@ class Corrupted:
     def __call__(self, corruption: str, severity: int) -> ImagePart:
         """The images of `rows` under this corruption."""
         if self.path is None:
-            return ImagePart(self._own(corruption, severity), self.clean.labels)
+            return replace(self.clean, load=self._own(corruption, severity).__getitem__, resized=False)
         whole = self._published(self.path, corruption, severity)
         if len(whole) != len(self.images.split(self.split)):
             told = f"{len(whole):,} images where {self.split} has {len(self.images.split(self.split)):,}"
             raise RunError(f"{self.path}: {corruption} at severity {severity}: {told}")
-        return rows_of(whole, self.rows)
+        return whole.take(self.rows)
 
     def _published(self, path: Path, corruption: str, severity: int) -> ImagePart:
         arrays = path / f"{corruption}.npy"
         if arrays.is_file():
             found = self._opened(arrays)
             count = len(found) // len(SEVERITIES)
-            rows = list(range((severity - 1) * count, severity * count))
-            return rows_of(found, rows)
+            return found.take(range((severity - 1) * count, severity * count))
         folder = path / corruption / str(severity)
         if not folder.is_dir():
             raise RunError(f"{path}: it has neither {corruption}.npy nor {corruption}/{severity}")
@@ -80,12 +75,12 @@ class Corrupted:
         file = user_cache_folder() / "corrupted" / f"{name}.npy"
         try:
             kept: Pixels = np.load(file, mmap_mode="r", allow_pickle=False)
-            if kept.shape == self.clean.images.shape and kept.dtype == np.uint8:
+            if kept.shape == (len(self.rows), self.clean.side, self.clean.side, 3) and kept.dtype == np.uint8:
                 return kept
         except (OSError, ValueError, EOFError):
             pass  # missing or damaged: computed anew
         made = np.concatenate(
-            [corrupt(self.clean.images[at : at + 1], corruption, severity, row) for at, row in enumerate(self.rows)]
+            [corrupt(self.clean.pixels([at]), corruption, severity, row) for at, row in enumerate(self.rows)]
         )
         with replacing(file) as aside, open_new(aside) as opened:
             np.save(opened, made)
