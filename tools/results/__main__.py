@@ -24,8 +24,6 @@ from pointsman_lab.report.results import tables_of
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.report.task_table import TaskTable, finetunings, variants
 from pointsman_lab.runs.comparison import Comparison, read_comparison
-from pointsman_lab.tasks.attacks.table import attack_tables
-from pointsman_lab.tasks.images.robust_table import robust_tables
 from pointsman_lab.training.tune import CURVE, edges
 from tools.results.claims import Page, Tested
 from tools.results.claims_file import CLAIMS, read_toml
@@ -68,7 +66,6 @@ class Pages:
         for task in variants(comparison):
             forms += tables_of(TaskTable.of(comparison, task), finetunings(comparison, task))
         forms += [one for entry in entries() for one in entry.tables(comparison)]
-        forms += [*attack_tables(comparison), *robust_tables(comparison)]
         loads = {f"k={k}": Measure("imbalance", k) for k in table.top_k}
         found = {f"{name} ({UNITS[name]})": Measure(name) for name in DIAGNOSED}
         parts = [f"# {name}", about, MADE, "\n".join(["```sh", *self.claims.shown_commands(name), "```"])]

@@ -106,6 +106,21 @@ def test_labels_and_ids_are_bounded(tmp_path: Path) -> None:
         Subwords(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
 
 
+def test_attacks_of_a_strangers_file(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    row = {"top_k": 1, "metric": "bits_per_character", "value": 1.0, "attack": {"rate": 0.1, "seed": 0, "word": "AAA"}}
+    file = run / "attacks-word-x-test.json"
+    file.write_text(json.dumps({"results": [row]}))
+    assert 'id="attack-word-x-test"' in write_report(run).read_text()
+    for attack in ({"rate": 0.1}, {**row["attack"], "word": 3}, {**row["attack"], "rate": 7}):
+        file.write_text(json.dumps({"results": [{**row, "attack": attack}]}))
+        with pytest.raises(RunError, match="attack"):
+            write_report(run)
+    file.write_text(json.dumps({"results": [row], "routing": [{"attack": row["attack"], "layers": [1]}]}))
+    with pytest.raises(RunError, match="layers"):
+        write_report(run)
+
+
 def test_the_page_runs_its_own_scripts_only(tmp_path: Path) -> None:
     page = write_report(write_run(tmp_path / "run")).read_text()
     scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)

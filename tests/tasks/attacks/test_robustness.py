@@ -12,6 +12,7 @@ from pointsman_lab.cli.main import main
 from pointsman_lab.finetuning import Finetuning, finetune
 from pointsman_lab.progress import Quiet
 from pointsman_lab.recipes import preset
+from pointsman_lab.report import write_report
 from pointsman_lab.tasks.attacks.attacks import run_under_attack
 from pointsman_lab.tasks.attacks.table import Attack
 from pointsman_lab.training.compare import Plan, compare
@@ -75,6 +76,9 @@ def test_a_comparison_under_attack(comparison: Path, tmp_path: Path, capsys: pyt
     for words in ("clean", "5 % of the words become AAA, all targets count", "attacked targets: count", "Paired"):
         assert words in shown
     assert {path.suffix for path in tmp_path.glob("attack-word-*-test.*")} == {".txt", ".csv", ".md", ".tex"}
+    page = write_report(comparison, tmp_path).read_text()
+    assert 'id="attack-word-' in page
+    assert "5 % of the words become AAA, all targets count: " in page
     [table] = tmp_path.glob("*.csv")
     lines = table.read_text().splitlines()
     assert len(lines) == 1 + 2 * 2

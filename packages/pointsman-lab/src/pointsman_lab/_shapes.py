@@ -52,7 +52,7 @@ SHAPES: dict[str, Any] = {
     "environment.json": {"packages": dict, "kernels": dict},
     "evaluation.json": EVALUATION,
     "evaluation-*.json": EVALUATION,
-    "attacks-*.json": EVALUATION,
+    "attacks-*.json": {**EVALUATION, "routing": [{"attack!": dict, "layers!": LAYERS}]},
     "robust-*.json": {
         "kind!": str, "protocol!": {"top_k!": [int], "images": int}, "results!": [SHIFTED], "clean": [SHIFTED],
         "routing": [{"layers": {"*": dict}}], "base_rate": float,

@@ -64,7 +64,6 @@ class TaskEntry:
         learns: names that `finetune --task` takes.
         learns_files: whether it also learns what a file or folder holds.
         together: of `learns`, those that published tables show in one row.
-        records: patterns of files in run directories from which `sections` are made.
     """
 
     name = ""
@@ -78,7 +77,6 @@ class TaskEntry:
     unread: frozenset[str] = frozenset()
     learns_files = False
     together: tuple[str, ...] = ()
-    records: tuple[str, ...] = ()
 
     @property
     def learns(self) -> Sequence[str]:
@@ -139,11 +137,8 @@ class TaskEntry:
         return ""
 
     def tables(self, comparison: Any) -> Sequence[Any]:
-        """Tables over several of a comparison's fine-tunings (`report.forms.Forms`)."""
+        """Tables of what this task has recorded beside a comparison's runs (`report.forms.Forms`), for pages."""
         return ()
-
-    def sections(self, comparison: Any) -> Any:
-        """The `report.page.Sections` of a comparison with `records`; None: there is nothing to show."""
 
 
 def entries() -> Iterator[TaskEntry]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +20,6 @@ from pointsman_lab.report.task_table import TaskTable, variants
 from pointsman_lab.runs.comparison import Comparison, read
 
 SCRIPTS = ("charts.js", "maps.js", "page.js", "explorer.js")
-
-
-@dataclass(frozen=True)
-class Sections:
-    """What a task adds to the page.
-
-    Attributes:
-        package: whose section.html.j2 draws it.
-        titles: (id, title) of each section.
-        values: of the template.
-    """
-
-    package: str
-    titles: Sequence[tuple[str, str]]
-    values: Mapping[str, Any]
 
 
 def write_report(
@@ -78,8 +63,8 @@ def page_path(out: Path | None, comparison: Comparison) -> Path:
 def render(comparison: Comparison) -> str:
     """The page as a string."""
     table = replace(ComparisonTable.of(comparison), names={})  # renamed below, everywhere
-    added, data = task_sections(comparison), chart_data(comparison, table)
-    values = context(comparison, table, data, [title for each in added for title in each.titles])
+    data = chart_data(comparison, table)
+    values = context(comparison, table, data)
     names = comparison.shown.get("names", {})
     data = renamed(data, names)
     return fill(
@@ -87,7 +72,6 @@ def render(comparison: Comparison) -> str:
         javascript="\n".join(asset(name) for name in SCRIPTS),
         json=embed(data),
         data=data,
-        added=added,
         **renamed(values, names),
     )
 
@@ -102,17 +86,6 @@ def renamed(value: Any, names: Mapping[str, str]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(renamed(one, names) for one in value)
     return value.named(names) if isinstance(value, Grid) else value
-
-
-def task_sections(comparison: Comparison) -> list[Sections]:
-    """What the tasks whose records lie in the comparison's runs add."""
-    runs = [run for router in comparison.routers for run in comparison.of(router)]
-    told = [
-        entry.sections(comparison)
-        for entry in entries()
-        if any(next(run.path.glob(pattern), None) for run in runs for pattern in entry.records)
-    ]
-    return [each for each in told if each]
 
 
 def chart_data(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]:
@@ -131,10 +104,8 @@ def chart_data(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]
     }
 
 
-def context(
-    comparison: Comparison, table: ComparisonTable, data: Mapping[str, Any], added: Sequence[tuple[str, str]] = ()
-) -> dict[str, Any]:
-    """The values of the template; `data` is for the scripts, `added` the titles of the tasks' sections."""
+def context(comparison: Comparison, table: ComparisonTable, data: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the template; `data` is for the scripts."""
     routing = data["inside"]
     explorer, any_routing = bool(routing["explorer"]["routers"]), bool(routing["heat"] or routing["byLayer"]["entropy"])
     experts = next((run.num_experts for run in comparison.runs.values() if run.num_experts), None)
@@ -145,8 +116,7 @@ def context(
     shown += [("routing", "Routing")] if any_routing else []
     tasks: list[Forms] = [TaskTable.of(comparison, name) for name in variants(comparison)]
     tasks += [one for entry in entries() for one in entry.tables(comparison)]
-    shown += [("tasks", "Tasks")] if tasks else []
-    shown += added
+    shown += [("tasks", "Tasks and shifts")] if tasks else []
     shown += [("explore", "Explorer")] if explorer else []
     return {
         "title": protocol.title(comparison),

@@ -12,7 +12,6 @@ from pointsman._errors import RunError
 from pointsman_lab._files import write_whole
 from pointsman_lab._grid import Grid
 from pointsman_lab._values import finite
-from pointsman_lab.registry import entries
 from pointsman_lab.report import task_table
 from pointsman_lab.report.forms import Forms
 from pointsman_lab.report.language_table import LanguageTable
@@ -91,12 +90,11 @@ def write_tables(out: Path) -> str:
 
 
 def write_task_tables(folder: Path, variants: Sequence[str] | None = None) -> list[Forms]:
-    """Writes the tables of a comparison's fine-tunings, by default of all, one by one and beside each other."""
+    """Writes the tables of a comparison's fine-tunings, by default of all."""
     comparison = read_comparison(folder)
     tables: list[Forms] = []
     for name in task_table.variants(comparison) if variants is None else variants:
         tables += tables_of(task_table.TaskTable.of(comparison, name), task_table.finetunings(comparison, name))
-    tables += [table for entry in entries() for table in entry.tables(comparison)]
     for each in tables:
         each.write(folder)
     return tables

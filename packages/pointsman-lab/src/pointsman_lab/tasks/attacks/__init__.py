@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pointsman._errors import RunError
@@ -44,6 +45,11 @@ class Attacks(TaskEntry):
         from pointsman_lab.tasks.attacks.attacks import run_attacks
 
         return run_attacks(values, device)
+
+    def tables(self, comparison: Any) -> Sequence[Any]:
+        from pointsman_lab.tasks.attacks.table import attack_tables
+
+        return attack_tables(comparison)
 
 
 TASK = Attacks()

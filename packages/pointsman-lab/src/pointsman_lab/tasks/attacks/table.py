@@ -15,12 +15,14 @@ from typing import Any
 from pointsman._errors import RunError
 from pointsman_lab._files import parse_json
 from pointsman_lab._grid import NONE, Grid
+from pointsman_lab._shapes import check_shape
 from pointsman_lab._values import finite
 from pointsman_lab.report.forms import Forms, captioned, joined
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.record import RunRecord, read_object
 
+ATTACKED = {"rate!": float, "seed!": int, "word!": str}
 Row = Mapping[str, Any]
 Pick = Callable[[Row], Row | None]
 
@@ -125,6 +127,15 @@ class AttackTable(Forms):
     def file(self) -> str:
         return self.name
 
+    @property
+    def head(self) -> str:
+        return self.protocol
+
+    def shown_grids(self) -> list[Grid]:
+        """The table of each condition without differences, then the change of the routing."""
+        grids = [(one.words, one.table.grid()) for one in self.conditions]
+        return [*(replace(grid, caption=f"{words}: {grid.caption}") for words, grid in grids), *self.further()]
+
     def text(self) -> str:
         """A table for each condition, then the change of the routing."""
         conditions = [f"{one.words}\n{one.table.text()}".rstrip("\n") for one in self.conditions]
@@ -166,6 +177,9 @@ def attack_tables(comparison: Comparison) -> list[AttackTable]:
     for run in (run for router in comparison.routers for run in comparison.of(router)):
         for file in sorted(run.path.glob("attacks-*.json")):
             record = read_object(file)
+            for row in record.get("results", ()):
+                if row.get("attack"):
+                    check_shape(row["attack"], ATTACKED, f"{file}: attack")
             if record.get("results"):
                 found.setdefault(f"attack-{file.stem.removeprefix('attacks-')}", []).append((run, record))
     return [AttackTable.of(comparison, name, runs) for name, runs in sorted(found.items())]
@@ -197,7 +211,7 @@ def _moved(records: Sequence[Mapping[str, Any]], attacks: Sequence[Attack]) -> d
     found: dict[float, list[float]] = {}
     for attack in attacks:
         for record in records:
-            for change in record["routing"]:
+            for change in record.get("routing", ()):
                 if change["attack"] == attack.to_dict():
                     values = [finite(layer.get("top1")) for layer in change["layers"].values()]
                     found.setdefault(attack.rate, []).extend(value for value in values if value is not None)

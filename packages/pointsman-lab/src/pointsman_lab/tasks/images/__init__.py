@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pointsman_lab.registry import Setting, TaskEntry
@@ -56,7 +56,6 @@ class Images(TaskEntry):
     presets = PRESETS
     settings = SETTINGS
     unread = frozenset({"memory_length", "eval_memory_length", "segment_length", "eval_segment_length"})
-    records = ("robust-*.json",)
 
     def epilog(self, command: str) -> str:
         return EXAMPLE if command == "evaluate" else ""
@@ -81,10 +80,10 @@ class Images(TaskEntry):
     def data_of(self, run: Any) -> str:
         return str(run.config.get("data", "")).rpartition("/")[2].partition(":")[0]
 
-    def sections(self, comparison: Any) -> Any:
-        from pointsman_lab.tasks.images.robust_table import sections
+    def tables(self, comparison: Any) -> Sequence[Any]:
+        from pointsman_lab.tasks.images.robust_table import robust_tables
 
-        return sections(comparison)
+        return robust_tables(comparison)
 
 
 TASK = Images()

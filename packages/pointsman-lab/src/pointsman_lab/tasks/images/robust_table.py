@@ -1,4 +1,4 @@
-"""Image classifiers under shift: a table and a section of the page for each kind of shifted images, over seeds."""
+"""Image classifiers under shift: a table for each kind of shifted images, over seeds."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 from pointsman_lab._grid import NONE, Grid
 from pointsman_lab._values import finite, mean_of
 from pointsman_lab.report.cell import Cell, significantly_best, squared_variation
-from pointsman_lab.report.forms import Forms, joined
-from pointsman_lab.report.page import Sections
+from pointsman_lab.report.forms import Forms, captioned, joined
 from pointsman_lab.report.published import Column
 from pointsman_lab.report.tables import COSTS, COUNTED, cost_cells, cost_of
 from pointsman_lab.runs.comparison import Comparison
@@ -74,14 +73,17 @@ class RobustTable(Forms):
         return self.name
 
     @property
-    def every(self) -> list[Grid]:
+    def head(self) -> str:
+        return f"{self.title}. {self.note}"
+
+    def shown_grids(self) -> list[Grid]:
         return [*self.grids, *([self.by_corruption] if self.by_corruption else [])]
 
     def text(self) -> str:
-        return joined(self.title, *(f"{one.caption}\n{one.text()}" for one in self.every), self.note)
+        return joined(self.title, *captioned(self.shown_grids(), Grid.text), self.note)
 
     def markdown(self) -> str:
-        return joined(f"## {self.title}", *(f"{one.caption}\n\n{one.markdown()}" for one in self.every), self.note)
+        return joined(f"## {self.title}", *captioned(self.shown_grids(), Grid.markdown), self.note)
 
     def csv(self) -> str:
         names = list(dict.fromkeys(name for one in self.grids for name in one.header[1:]))
@@ -93,7 +95,7 @@ class RobustTable(Forms):
         return Grid(["k", "router", *names], rows).csv()
 
     def latex(self) -> str:
-        return "\n".join(one.latex() for one in self.every)
+        return "\n".join(one.latex() for one in self.shown_grids())
 
     @property
     def note(self) -> str:
@@ -287,14 +289,6 @@ def _by_corruption(runs: Runs, routers: Sequence[str], k: int) -> Grid:
         rows.append([router, *(NONE if mean is None else f"{100 * mean:.1f}" for mean in means)])
     header = [f"k={k}", *(name.replace("_", " ") for name in names)]
     return Grid(header, rows, caption="Accuracy (%) by corruption, mean over five severities and seeds")
-
-
-def sections(comparison: Comparison) -> Sections | None:
-    """Shifted images of the comparison's runs, if there are records of them."""
-    shifted = robust_tables(comparison)
-    if not shifted:
-        return None
-    return Sections(__package__, [("robust", "Robustness")], {"robust": shifted})
 
 
 def published(run: RunRecord, column: Column, top_k: int | None) -> float | None:
