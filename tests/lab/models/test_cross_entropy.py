@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pointsman_lab.models import stack as ops
-from pointsman_lab.models.stack import linear_cross_entropy
+from pointsman_lab.models import embedding as ops
+from pointsman_lab.models.embedding import linear_cross_entropy
 
 
 def draw(dtype=torch.float64, tokens=11, vocabulary=190, dim=6):

@@ -14,16 +14,15 @@ from functools import partial
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pointsman.ops.linear import linear
 from pointsman_lab.models.attention import Attention
 from pointsman_lab.models.blocks import LayerContext
 from pointsman_lab.models.config import ModelConfig
+from pointsman_lab.models.embedding import TokenEmbedding
 from pointsman_lab.models.initial import initialize, seeded
 from pointsman_lab.models.memory import Memory, mask_of_keys
-from pointsman_lab.models.stack import LanguageModel, linear_cross_entropy
+from pointsman_lab.models.stack import LanguageModel
 
 
 def frequencies(head_dim: int, theta: float) -> Tensor:
@@ -119,7 +118,7 @@ class Decoder(LanguageModel[DecoderConfig]):
         dim = config.dim
         norm = partial(RootMeanSquareNorm, eps=config.norm_eps)
         with seeded(config.seed, "model"):
-            self.embedding = DecoderEmbedding(config.vocab_size, dim, tied=config.tied)
+            self.embedding = TokenEmbedding(config.vocab_size, dim, tied=config.tied)
 
             self.build_layers(
                 lambda: Attention(
@@ -179,31 +178,3 @@ class Decoder(LanguageModel[DecoderConfig]):
                     self.config.head_dim, self.config.rope_theta, 1 << (keys - 1).bit_length(), like
                 )
         return turns[0][:keys], turns[1][:keys]
-
-
-class DecoderEmbedding(nn.Module):
-    """Token embedding, and softmax(W h) over the vocabulary; W is the embedding if tied."""
-
-    role = "embedding"
-
-    def __init__(self, vocab_size: int, dim: int, *, tied: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, dim))
-        self.output = None if tied else nn.Parameter(torch.empty(vocab_size, dim))
-
-    @property
-    def output_weight(self) -> Tensor:
-        """[V, dim]."""
-        return self.weight if self.output is None else self.output
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """[B, T] -> [B, T, dim]."""
-        return F.embedding(tokens, self.weight)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[..., dim] -> [..., V]."""
-        return linear(hidden, self.output_weight)
-
-    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Nats for each token: hidden [tokens, dim], targets [tokens] -> [tokens]."""
-        return linear_cross_entropy(hidden, self.output_weight, None, targets)

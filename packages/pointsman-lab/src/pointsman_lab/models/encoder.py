@@ -20,9 +20,10 @@ from pointsman.routing import check_padding_mask
 from pointsman_lab.models.attention import Attention, Bias
 from pointsman_lab.models.blocks import LayerContext, Norm
 from pointsman_lab.models.config import ModelConfig
+from pointsman_lab.models.embedding import linear_cross_entropy
 from pointsman_lab.models.initial import initialize, seeded
 from pointsman_lab.models.memory import Memory
-from pointsman_lab.models.stack import Stack, linear_cross_entropy
+from pointsman_lab.models.stack import Stack
 
 BUCKETS, FARTHEST = 32, 128  # of T5's relative positions (torchscale: --rel-pos-buckets 32 --max-rel-pos 128)
 

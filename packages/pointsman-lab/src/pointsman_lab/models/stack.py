@@ -10,14 +10,12 @@ from dataclasses import replace
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pointsman.experts.modules import BaseExperts
 from pointsman.layer import MoE
 from pointsman.ops.drawing import dropout
-from pointsman.ops.linear import linear, upcast
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.frame.registry import BASELINES, build_router, split_specs
 from pointsman.routers.frame.router import Router
@@ -273,29 +271,3 @@ class LanguageModel(Stack[Config]):
 
     def _drop(self, hidden: Tensor) -> Tensor:
         return dropout(hidden, self.config.dropout, self.training, self.ranks)
-
-
-FEW_LOGITS = 2**22
-"""Up to so many logits are kept for backward; of more, a part of the tokens at a time is computed, twice."""
-
-
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
-    """-log softmax(W h + b)[target] for each token.
-
-    Args:
-        hidden: [tokens, dim].
-        weight, bias: [vocabulary, dim], [vocabulary] or None.
-        targets: [tokens] int64, each in the vocabulary.
-
-    Returns:
-        [tokens], nats, at least float32. Under autocast the products run in autocast's dtype.
-    """
-
-    def nats(hidden: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(upcast(linear(hidden, weight, bias)), targets, reduction="none")
-
-    count = -(-len(hidden) // max(1, FEW_LOGITS // len(weight)))
-    if count <= 1:
-        return nats(hidden, targets)
-    parts = zip(hidden.chunk(count), targets.chunk(count), strict=True)
-    return torch.cat([checkpoint(nats, *part, use_reentrant=False, preserve_rng_state=False) for part in parts])

@@ -20,9 +20,10 @@ from pointsman.ranks import ALONE, Ranks
 from pointsman.routing import AttentionTrace
 from pointsman_lab.models.blocks import LayerContext, Norm, TransformerLayer
 from pointsman_lab.models.config import ModelConfig
+from pointsman_lab.models.embedding import TokenEmbedding
 from pointsman_lab.models.initial import initialize, seeded
 from pointsman_lab.models.memory import Memory, mask_of_keys
-from pointsman_lab.models.stack import LanguageModel, linear_cross_entropy
+from pointsman_lab.models.stack import LanguageModel
 from pointsman_lab.models.traced_attention import traced_attention
 
 
@@ -150,7 +151,7 @@ class TransformerXL(LanguageModel[TransformerXLConfig]):
         self._positions: Tensor | None = None
         dim = config.dim
         with seeded(config.seed, "model"):  # modules draw as they are built; the caller's generator stays as it was
-            self.embedding = TiedEmbedding(config.vocab_size, dim)
+            self.embedding = TokenEmbedding(config.vocab_size, dim, scale=math.sqrt(dim), bias=True)
             self.position_encoding = PositionBiases(config.num_heads, config.head_dim)
 
             self.build_layers(
@@ -215,27 +216,3 @@ class PositionBiases(nn.Module):
         super().__init__()
         self.content_bias = nn.Parameter(torch.empty(num_heads, head_dim))
         self.position_bias = nn.Parameter(torch.empty(num_heads, head_dim))
-
-
-class TiedEmbedding(nn.Module):
-    """One matrix E for input and output: sqrt(dim) E[token] going in, softmax(E h + b) coming out."""
-
-    role = "embedding"
-
-    def __init__(self, vocab_size: int, dim: int) -> None:
-        super().__init__()
-        self.scale = math.sqrt(dim)
-        self.weight = nn.Parameter(torch.empty(vocab_size, dim))
-        self.bias = nn.Parameter(torch.zeros(vocab_size))
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """[B, T] -> [B, T, dim]."""
-        return F.embedding(tokens, self.weight) * self.scale
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[..., dim] -> [..., V]."""
-        return linear(hidden, self.weight, self.bias)
-
-    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Nats for each token: hidden [tokens, dim], targets [tokens] -> [tokens]."""
-        return linear_cross_entropy(hidden, self.weight, self.bias, targets)
