@@ -26,7 +26,7 @@ ROOMS = {
         "replay", "parallel", "diagnostics", "hf", "engines", "testing",
     ),
     "pointsman_lab": (
-        "_shapes", "_files", "_values", "_grid", "canonical", "intervals", "processes", "progress", "registry",
+        "_shapes", "_files", "_values", "_grid", "intervals", "processes", "progress", "registry",
         "models", "data", "runs", "evaluation", "training", "recipes", "finetuning", "traces", "report", "checkpoints",
         "exam", "planning", "diagnosis", "testing", "checks", "cli", "tasks", "__main__",
     ),

@@ -106,7 +106,6 @@ def run(arguments: Sequence[str]) -> int:
     if values.processes:
         flags.without_effect(values, ["--tune"], "with --processes: tune without it first")
         flags.without_effect(values, ["--jobs"], "with --processes: one run after another has all of them")
-    from pointsman_lab.canonical import same_routers
     from pointsman_lab.report.results import write_tables
     from pointsman_lab.training.compare import Plan, compare, default_jobs
     from pointsman_lab.training.task import check_on_ranks
@@ -119,8 +118,6 @@ def run(arguments: Sequence[str]) -> int:
     use_recorded_imports(values, values.routers)
     command = shlex.join(["pointsman", "compare", *arguments])
     plan = Plan(run_config(values, "smoe"), tuple(values.routers), tuple(range(values.seeds)), command)
-    for router, first in same_routers(values.routers):
-        print(f"pointsman: {router} is the same router as {first}: both rows are trained", file=sys.stderr)
 
     def check(count: int, layout: Layout) -> None:
         with Display() as display:

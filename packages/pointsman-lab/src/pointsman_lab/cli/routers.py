@@ -82,17 +82,14 @@ def listing() -> str:
 def explain_spec(spec: str) -> str:
     """`explain` of a name, or of the router and the mixer of a spec; "+similarity" is the mixer alone."""
     from pointsman.routers.frame.registry import build_router, format_spec, parse_spec
-    from pointsman_lab.canonical import canonical
 
     if not any(sign in spec.removeprefix("+") for sign in ":+@"):
         return explain(spec.removeprefix("+"))
-    parsed, plainest = parse_spec(spec), canonical(spec)
+    parsed = parse_spec(spec)
     if parsed.choice is not None:  # whether these scores suit this choice
         scores = format_spec(parsed._replace(choice_options={}, mixer=None))
         build_router(scores, dim=16, num_experts=8, vocab_size=8)
-    parts = [explain(name) for name in (parsed.router, parsed.choice, parsed.mixer) if name is not None]
-    same = [f"{spec} is the same router as {plainest}"] if "@" in spec and plainest != spec else []
-    return "\n\n\n".join([*same, *parts])
+    return "\n\n\n".join(explain(name) for name in (parsed.router, parsed.choice, parsed.mixer) if name is not None)
 
 
 def explain(name: str) -> str:
