@@ -252,8 +252,9 @@ def bomb(file: Path, random: Random, mine: Path) -> bool:
             entry["files"] |= {"metrics.jsonl": [], "environment.json": {"deep": deep}}
         file.write_text(json.dumps(entry) + "\n")
     elif kind == 3:
-        sample = {"format": 1, "tokens": ["a"] * 2000, "top_k": [1], "num_experts": 200, "layers": ["x"], "usage": {},
-                  "routing": content, "map": {"indices": [0], "top_k": 1, "layers": {}}}  # fmt: skip
+        mapped = {"method": "", "top_k": 1, "tokens": [], "layers": {}, "first": {}}
+        sample = {"format": 3, "tokens": ["a"] * 2000, "top_k": [1], "num_experts": 200, "layers": ["x"], "usage": {},
+                  "routing": content, "map": mapped}  # fmt: skip
         (file.parent / "explorer.json").write_text(json.dumps(sample))
     elif kind == 4:
         rows = '{"kind": "routing", "step": 1, "layer": "a", "load": [1]}\n' * 40_000

@@ -107,7 +107,7 @@ def write_explorer(
     import torch
 
     from pointsman.routing import Routing
-    from pointsman_lab.report.samples import pack
+    from pointsman_lab.evaluation.explorer import pack
 
     generator = torch.Generator().manual_seed(100 * seed + len(router))
     text = (WORDS * 12)[:900]
@@ -121,14 +121,9 @@ def write_explorer(
             probs = logits.softmax(-1)
             weights, chosen = probs.topk(k, dim=-1)
             seen[k][name] = Routing(chosen, weights, probs, logits)
-    indices = list(range(0, len(text), 3))
-    positions = {name: torch.randint(0, 1001, (2, len(indices)), generator=generator).tolist() for name in names}
-    sample = pack(seen, list(text))
-    sample |= {
-        "checkpoint": f"step-{steps}", "split": "test", "level": "byte",
-        "map": {"top_k": top_k[1], "method": "pca", "indices": indices, "layers": positions},
-    }  # fmt: skip
-    dump(path / "explorer.json", sample)
+    inputs = {name: torch.randn(len(text), 4, generator=generator) for name in names}
+    sample = pack(seen, list(text), inputs, top_k[1], 300)
+    dump(path / "explorer.json", {**sample, "checkpoint": f"step-{steps}", "split": "test", "level": "byte"})
 
 
 def write_comparison(

@@ -15,9 +15,9 @@ import torch
 
 from pointsman.routing import Routing
 from pointsman_lab.data.vocabulary import Vocabulary
-from pointsman_lab.evaluation.explorer import most_taken, pack
+from pointsman_lab.evaluation.explorer import most_taken, pack, pca
 from pointsman_lab.report import inside, write_report
-from pointsman_lab.report.samples import collect_all, collect_samples, display_tokens, pca
+from pointsman_lab.report.samples import collect_all, collect_samples, display_tokens
 from pointsman_lab.runs.comparison import read_comparison
 from pointsman_lab.tasks.language_modelling.task import corpus_of
 from tests.lab.report.fixtures import write_comparison
@@ -29,15 +29,18 @@ def unpacked(sample: dict[str, Any], k: int, layer: str) -> tuple[np.ndarray, np
     raw = zlib.decompress(base64.b64decode(sample["routing"]))
     tokens, experts = len(sample["tokens"]), sample["num_experts"]
     width, size = -(-experts // 8), 1 if experts <= 255 else 2
-    assert sample["format"] == size
-    block = tokens * (experts + size + width)
-    start = (sample["layers"].index(layer) * len(sample["top_k"]) + sample["top_k"].index(k)) * block
-    probs = np.array([[(raw[start + t * experts + e] / 127) ** 2 for e in range(experts)] for t in range(tokens)])
-    at = start + tokens * experts
-    first = np.array([int.from_bytes(raw[at + size * t : at + size * (t + 1)], "little") for t in range(tokens)])
-    bits = at + size * tokens
-    chosen = [[raw[bits + t * width + (e >> 3)] >> (e & 7) & 1 for e in range(experts)] for t in range(tokens)]
+    layers, ks, block = len(sample["layers"]), len(sample["top_k"]), experts + size + width
+    place = sample["layers"].index(layer) * ks + sample["top_k"].index(k)
+    starts = [(t * layers * ks + place) * block for t in range(tokens)]
+    probs = np.array([[(raw[at + e] / 127) ** 2 for e in range(experts)] for at in starts])
+    first = np.array([int.from_bytes(raw[at + experts : at + experts + size], "little") for at in starts])
+    chosen = [[raw[at + experts + size + (e >> 3)] >> (e & 7) & 1 for e in range(experts)] for at in starts]
     return probs, first, np.array(chosen, dtype=bool)
+
+
+def packed(seen: dict[int, dict[str, Routing]], text: str = "a" * 40, points: int = 40) -> dict[str, Any]:
+    inputs = {name: torch.randn(len(text), 3, generator=torch.Generator().manual_seed(0)) for name in seen[1]}
+    return pack(seen, list(text), inputs, 1, points)
 
 
 def made_up(tokens: int = 40, experts: int = 11) -> dict[int, dict[str, Routing]]:
@@ -54,7 +57,7 @@ def made_up(tokens: int = 40, experts: int = 11) -> dict[int, dict[str, Routing]
 @pytest.mark.parametrize("experts", [11, 255, 300])
 def test_packed_routing_reads_back(experts: int) -> None:
     seen = made_up(experts=experts)
-    sample = pack(seen, ["a"] * 40)
+    sample = packed(seen)
     for k in (1, 3):
         for name in ("layers.0", "layers.2"):
             probs, first, chosen = unpacked(sample, k, name)
@@ -69,15 +72,18 @@ def test_tokens_without_an_expert(experts: int, none: int) -> None:
     seen = made_up(experts=experts)
     routing = seen[1]["layers.0"]
     routing.experts[5], routing.experts[6] = -1, experts - 1
-    sample = pack(seen, ["a"] * 40)
+    sample = packed(seen)
     _, first, chosen = unpacked(sample, 1, "layers.0")
     assert (first[5], chosen[5].any(), chosen[6].sum()) == (none, False, 1)
-    shown = inside._first_at({**sample, "map": {"top_k": 1, "indices": [5, 6]}})
-    assert shown["layers.0"] == [None, experts - 1]
+    assert sample["map"]["first"]["layers.0"][5:7] == [None, experts - 1]
+    assert np.array(sample["map"]["layers"]["layers.0"]).shape == (2, 40)
+    few = packed(seen, "abcdefgh" * 5, 3)["map"]
+    assert few["tokens"] == ["a", "d", "h"]
+    assert few["first"]["layers.2"] == seen[1]["layers.2"].experts[[0, 19, 39], 0].tolist()
 
 
 def test_a_foreign_sample_is_none_of_ours() -> None:
-    whole = {**pack(made_up(), ["a"] * 40), "map": {"top_k": 1, "indices": []}}
+    whole = packed(made_up())
     assert inside.readable(whole)
     assert not inside.readable({**whole, "format": 2})
     assert not inside.readable({key: value for key, value in whole.items() if key != "routing"})
@@ -86,8 +92,11 @@ def test_a_foreign_sample_is_none_of_ours() -> None:
 
 @pytest.mark.parametrize("experts", [11, 300])
 def test_cutting_keeps_the_first_tokens(experts: int) -> None:
-    sample = {**pack(made_up(experts=experts), list("abcdefgh" * 5)), "seed": 0}
-    cut = {**sample, "tokens": sample["tokens"][:13], "routing": inside._cut(sample, 13)}
+    sample = packed(made_up(experts=experts), "abcdefgh" * 5)
+    short = packed(made_up(13, experts), "abcdefghabcde")
+    shown = inside.explorer({"smoe": {**sample, "seed": 0}, "xmoe": {**short, "seed": 1}})
+    cut = {**sample, "tokens": shown["texts"][0], "routing": shown["routers"][0]["routing"]}
+    assert cut["tokens"] == short["tokens"]
     for k in (1, 3):
         for whole, part in zip(unpacked(sample, k, "layers.2"), unpacked(cut, k, "layers.2"), strict=True):
             assert np.array_equal(whole[:13], part)

@@ -75,11 +75,12 @@ def test_nested_values_of_a_record_take_no_indentation(tmp_path: Path) -> None:
 def test_packed_routing_is_unpacked_no_further_than_its_tokens_say() -> None:
     bomb = base64.b64encode(zlib.compress(bytes(1 << 27), 9)).decode()
     sample = {
-        "format": 1, "tokens": ["a"], "top_k": [1], "num_experts": 2, "layers": ["x"], "usage": {}, "routing": bomb,
-        "map": {"indices": [0], "top_k": 1, "layers": {}},
+        "format": 3, "tokens": ["a"], "top_k": [1], "num_experts": 2, "layers": ["x"], "usage": {}, "routing": bomb,
+        "map": {"method": "pca", "top_k": 1, "tokens": ["a"], "layers": {}, "first": {}},
     }  # fmt: skip
     tracemalloc.start()
     try:
+        assert readable({**sample, "routing": base64.b64encode(zlib.compress(bytes(4))).decode()})
         assert not readable(sample)
         assert tracemalloc.get_traced_memory()[1] < 1 << 22
         assert not readable({**sample, "num_experts": 2**40, "tokens": ["a"] * 1000})

@@ -70,7 +70,7 @@ SHAPES: dict[str, Any] = {
     "explorer.json": {
         "format": int, "tokens": [str], "top_k": [int], "num_experts": int, "layers": [str], "routing": str,
         "usage": dict, "level": str | None, "checkpoint": str | None,
-        "map": {"indices": [int], "top_k": int, "layers": dict, "method": str},
+        "map": {"top_k": int, "method": str, "tokens": [str], "layers": dict, "first": {"*": [int | None]}},
     },
     "exam.json": {
         "version!": int, "rows!": [str], "tasks!": [str], "seeds!": int, "imports": [str], "sources": {"*": str},

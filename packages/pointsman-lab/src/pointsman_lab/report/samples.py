@@ -29,7 +29,6 @@ from pointsman_lab.registry import OLDEST, family
 from pointsman_lab.report.inside import readable
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.paths import CHECKPOINTS, EXPLORER
-from pointsman_lab.runs.record import RunRecord
 from pointsman_lab.training.run import load_run
 
 Note = Callable[[str], None]
@@ -68,12 +67,12 @@ def collect_samples(
     with using(run.config.kernels):
         seen = {k: look(run.model, segments, k, memory) for k in top_k}
     routings = {k: {name: routing for name, (_, routing) in layers.items()} for k, layers in seen.items()}
-    sample = pack(routings, display_tokens(np.concatenate(segments), run.vocabulary))
+    words = display_tokens(np.concatenate(segments), run.vocabulary)
+    sample = pack(routings, words, inputs_of(run.model, seen[middle]), middle, points)
     sample |= {
         "checkpoint": f"step-{run.step}",
         "split": task.reported_split(config),
         "level": run.vocabulary.level,
-        "map": map_points(run.model, seen[middle], middle, points),
     }
     return write_whole((out or path) / EXPLORER, json.dumps(sample, allow_nan=False, separators=(",", ":")))
 
@@ -89,9 +88,15 @@ def collect_all(comparison: Comparison, *, note: Note | None = None, keep: bool 
     runs = dict(comparison.runs)
     for router in comparison.routers:
         run = next((run for run in comparison.of(router) if run.done), None)
-        if run is None or has_one_k(router) or run.is_audit:  # an audit has its own, or none
+        if run is None or has_one_k(router):
             continue
-        if not family(run.family or OLDEST).reads_tokens or _is_current(run):
+        found = run.explorer
+        if run.is_audit or (found and not (run.path / CHECKPOINTS).is_dir()):  # cannot be made anew
+            if note and found and not readable(found):
+                note(f"no sample of {router}: its explorer.json is damaged, or of an older version")
+            continue
+        current = readable(found) and found.get("checkpoint") == run.evaluation.get("checkpoint")
+        if current or not family(run.family or OLDEST).reads_tokens:
             continue
         try:
             if note:
@@ -103,14 +108,6 @@ def collect_all(comparison: Comparison, *, note: Note | None = None, keep: bool 
             if note:
                 note(f"no sample of {router}: {error}")
     return replace(comparison, runs=runs)
-
-
-def _is_current(run: RunRecord) -> bool:
-    """Whether explorer.json is of the evaluation's checkpoint, or cannot be made anew."""
-    found = run.explorer
-    if found and not (run.path / CHECKPOINTS).is_dir():
-        return True
-    return readable(found) and bool(found.get("checkpoint") == run.evaluation.get("checkpoint"))
 
 
 @torch.no_grad()
@@ -159,34 +156,12 @@ def display_tokens(ids: NDArray[np.int64], vocabulary: Any) -> list[str]:
     return shown
 
 
-def map_points(model: nn.Module, seen: Seen, top_k: int, points: int) -> dict[str, Any]:
-    """2-D positions, from 0 to 1000, of the inputs of each router at evenly spaced tokens.
-
-    The input is the hidden state, or its projection where the scorer has one (X-MoE).
-    """
-    count = len(next(iter(seen.values()))[0])
-    chosen = np.unique(np.linspace(0, count - 1, min(points, count)).astype(int))
-    layers = {}
+@torch.no_grad()
+def inputs_of(model: nn.Module, seen: Seen) -> dict[str, Tensor]:
+    """Layer name -> the inputs of its router [T, dim], or their projection where the scorer has one (X-MoE)."""
+    found = {}
     for name, router in named_routers(model):
-        if name not in seen:
-            continue
-        hidden = seen[name][0][chosen]
-        projection = getattr(router.score, "projection", None)
-        if isinstance(projection, nn.Module):
-            with torch.no_grad():
-                hidden = projection.to("cpu")(hidden)
-        flat = pca(hidden.double().numpy())
-        low, span = flat.min(0), np.ptp(flat, axis=0).max() or 1.0
-        layers[name] = [[round(1000 * float(v)) for v in column] for column in ((flat - low) / span).T]
-    return {"top_k": top_k, "method": "pca", "indices": chosen.tolist(), "layers": layers}
-
-
-def pca(points: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The first two principal components [n, 2]; each with its largest entry positive, so that the sign is fixed."""
-    centred = points - points.mean(0)
-    left, singular, _ = np.linalg.svd(centred, full_matrices=False)
-    found = np.zeros((len(points), 2))
-    width = min(2, left.shape[1])
-    found[:, :width] = left[:, :width] * singular[:width]
-    signs = np.sign(found[np.abs(found).argmax(0), range(2)])
-    return found * np.where(signs == 0, 1.0, signs)
+        if name in seen:
+            projection = getattr(router.score, "projection", None)
+            found[name] = projection.cpu()(seen[name][0]) if isinstance(projection, nn.Module) else seen[name][0]
+    return found

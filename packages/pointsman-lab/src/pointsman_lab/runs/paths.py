@@ -10,6 +10,7 @@ from pointsman_lab._files import find, within
 
 CONFIG, ENVIRONMENT, VOCABULARY = "config.json", "environment.json", "vocabulary.json"
 METRICS, EVALUATION = "metrics.jsonl", "evaluation.json"
+EXPLORER_FORMAT = 3
 FINETUNE, DIAGNOSTICS, EXPLORER, AUDIT = "finetune.json", "diagnostics.json", "explorer.json", "audit.json"
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
 COMPARISON = "comparison.json"

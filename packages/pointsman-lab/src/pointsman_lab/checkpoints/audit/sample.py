@@ -55,23 +55,6 @@ def explorer(
     own = top_k if top_k in samples else min(samples)
     sizes = {k: {name: len(routing.experts) for name, routing in of.items()} for k, of in samples.items()}
     complete = {k: of for k, of in samples.items() if sizes[k] == sizes[own]}
-    return pack(complete, sample.tokens) | {
-        "checkpoint": model,
-        "split": "test",
-        "level": "piece",
-        "map": _map(sample, own),
-        "history": {"top_k": own, "checkpoints": []},
-    }
-
-
-def _map(sample: Sample, top_k: int | None) -> dict[str, Any]:
-    """2-D positions, from 0 to 1000, of the gates' inputs for `POINTS` of the tokens (PCA)."""
-    layers = {}
-    places = range(0, len(sample.tokens), -(-len(sample.tokens) // POINTS))
-    for layer, parts in sample.hidden.items():
-        hidden = torch.cat(parts)[places.start :: places.step].double().nan_to_num(0, 0, 0)
-        hidden = hidden - hidden.mean(0)
-        flat = hidden @ torch.linalg.svd(hidden, full_matrices=False).Vh[:2].t()
-        low, span = flat.min(0).values, float((flat.max(0).values - flat.min(0).values).max()) or 1.0
-        layers[layer] = [[round(1000 * value) for value in column] for column in ((flat - low) / span).t().tolist()]
-    return {"top_k": top_k, "method": "pca", "indices": list(places), "layers": layers}
+    inputs = {layer: torch.cat(parts) for layer, parts in sample.hidden.items()}
+    found = pack(complete, sample.tokens, inputs, own, POINTS)
+    return {**found, "checkpoint": model, "split": "test", "level": "piece"}

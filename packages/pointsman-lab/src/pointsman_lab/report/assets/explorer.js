@@ -4,19 +4,19 @@ const TEXTURES = 4;
 const explorerState = { router: 0, layer: null, k: null, expert: null, token: null };
 
 /* A router's packed sample as functions of (k, layer). */
-async function unpack(entry, tokens) {
+async function unpack(entry) {
   const [bytes, usage] = await Promise.all([inflate(entry.routing), inflate(entry.usage)]);
-  const E = entry.experts, width = Math.ceil(E / 8), size = E > 255 ? 2 : 1, none = 256 ** size - 1, block = tokens * (E + size + width);
-  const names = entry.layers.map(([name]) => name);
+  const E = entry.experts, width = Math.ceil(E / 8), size = E > 255 ? 2 : 1, none = 256 ** size - 1, block = E + size + width;
+  const names = entry.layers.map(([name]) => name), ks = entry.topK.length;
   function view(k, layer) {
-    const start = (names.indexOf(layer) * entry.topK.length + entry.topK.indexOf(k)) * block;
-    const first = start + tokens * E, bits = first + size * tokens;
-    const firstAt = (t) => size === 1 ? bytes[first + t] : bytes[first + 2 * t] + 256 * bytes[first + 2 * t + 1];
+    const place = names.indexOf(layer) * ks + entry.topK.indexOf(k);
+    const start = (t) => (t * names.length * ks + place) * block, prob = (t, e) => (bytes[start(t) + e] / 127) ** 2;
+    const firstAt = (t) => bytes[start(t) + E] + (size === 1 ? 0 : 256 * bytes[start(t) + E + 1]);
     return {
-      probs: (t) => { const p = Array.from({ length: E }, (_, e) => (bytes[start + t * E + e] / 127) ** 2); return p; },
-      prob: (t, e) => (bytes[start + t * E + e] / 127) ** 2,
+      prob,
+      probs: (t) => Array.from({ length: E }, (_, e) => prob(t, e)),
       first: (t) => (firstAt(t) === none ? null : firstAt(t)),
-      chosen: (t, e) => Boolean(bytes[bits + t * width + (e >> 3)] >> (e & 7) & 1),
+      chosen: (t, e) => Boolean(bytes[start(t) + E + size + (e >> 3)] >> (e & 7) & 1),
     };
   }
   return { view, usage: JSON.parse(new TextDecoder().decode(usage)) };
@@ -57,7 +57,7 @@ async function drawExplorer() {
     if (!entry.topK.includes(state.k)) state.k = entry.map.top_k;
     if (state.expert !== null && state.expert >= entry.experts) state.expert = null;
     const tokens = texts[entry.text];
-    if (!cache.has(state.router)) cache.set(state.router, unpack(entry, tokens.length));
+    if (!cache.has(state.router)) cache.set(state.router, unpack(entry));
     const loaded = await cache.get(state.router);
     now = { entry, tokens, loaded, view: loaded.view(state.k, state.layer) };
     paintControls();
@@ -148,7 +148,7 @@ async function drawExplorer() {
 async function drawTokenMaps() {
   const root = figure("token-maps"), { routers, texts } = DATA.inside.explorer;
   if (!root || !routers.length || typeof DecompressionStream === "undefined") return;
-  const loaded = await Promise.all(routers.map((entry) => unpack(entry, texts[entry.text].length)));
+  const loaded = await Promise.all(routers.map((entry) => unpack(entry)));
   const holder = element("div"), ks = [...new Set(routers.flatMap((r) => r.topK))].sort((a, b) => a - b), span = 48;
   function draw(k) {
     holder.replaceChildren(...routers.flatMap((entry, i) => {
