@@ -113,7 +113,6 @@ def test_validation_masks_do_not_depend_on_the_batch(packed: PackedText) -> None
         assert torch.equal(whole[index], torch.cat([part[index] for part in parts]))
 
 
-@pytest.mark.parametrize("values", [{"rate": 1.2}, {"mask_share": 0.8, "random_share": 0.3}])
-def test_impossible_masks_are_refused(values: dict[str, float]) -> None:
-    with pytest.raises(RunError, match=r"allowed are|together"):
-        Masking(**values)
+def test_impossible_masks_are_refused() -> None:
+    with pytest.raises(RunError, match="together"):
+        Masking(mask_share=0.8, random_share=0.3)

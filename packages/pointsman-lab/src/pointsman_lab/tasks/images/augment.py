@@ -212,10 +212,6 @@ class ImageStream:
         self, part: ImagePart, batch_size: int, num_classes: int, augmentation: Augmentation, seed: int,
         tokens: int = 1, device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
-        if len(part) == 0:
-            raise RunError("the training split has no images")
-        if batch_size < 1:
-            raise ValueError(f"batch size {batch_size}: at least 1")
         self.batch_size, self.num_classes, self.seed = batch_size, num_classes, seed
         self.tokens_per_step = float(batch_size * tokens)
         self._part, self._augmentation, self._device = part, augmentation, device

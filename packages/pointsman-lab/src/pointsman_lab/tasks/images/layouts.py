@@ -247,15 +247,11 @@ def _of_paths(
             f"{root}: no images found; expected are train/CLASS/FILE, val/CLASS/FILE (JPEG or PNG), sheets, "
             "CIFAR's binary files or .npy"
         )
-    known = sorted({paths[index][-2] for index in chosen.get("train", [])}) or sorted(
-        {paths[index][-2] for indices in chosen.values() for index in indices}
-    )
+    used = [index for indices in chosen.values() for index in indices]
+    known = sorted({paths[index][-2] for index in used})
     number = {name: label for label, name in enumerate(known)}
     labels = np.zeros(len(paths), dtype=np.int64)
-    for index in (index for indices in chosen.values() for index in indices):
-        if paths[index][-2] not in number:
-            raise RunError(f"{names[index]}: the class {paths[index][-2]!r} has no training images")
-        labels[index] = number[paths[index][-2]]
+    labels[used] = [number[paths[index][-2]] for index in used]
     every = ImagePart(names, labels, load)
     return Layout(tuple(known), {part or "test": every.take(of) for part, of in chosen.items()}, files, kind)
 

@@ -148,9 +148,6 @@ class Masking:
     random_share: float = 0.1
 
     def __post_init__(self) -> None:
-        for name in ("rate", "mask_share", "random_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise RunError(f"mask {name} {getattr(self, name)}: allowed are numbers from 0 to 1")
         if self.mask_share + self.random_share > 1:
             raise RunError(f"mask_share {self.mask_share} and random_share {self.random_share} are above 1 together")
 
