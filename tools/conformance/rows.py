@@ -163,7 +163,6 @@ def dense_mixer(originals: Path | None) -> tuple[Case, Case]:
     return Case(layer(hidden), {}, {"hidden": hidden, **mine}), Case(output, {}, {"hidden": other, **theirs})  # type: ignore[dict-item]
 
 
-GROUPED: dict[str, Any] = {"n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
 DEEPSEEK = "loss-free:groups=4:kept=2:scale=2.5"
 ROWS: tuple[Row, ...] = (
     megatron("smoe:bias=false:balance=1:z_loss=1", "topk_routing…, switch and z losses", balanced=True),

@@ -8,7 +8,7 @@ import torch
 from pointsman import add_losses
 from pointsman.recording import record_routing
 from pointsman_lab.registry import preset_config
-from pointsman_lab.tasks.images.vit import POSITIONS, VisionTransformer, VisionTransformerConfig
+from pointsman_lab.tasks.images.vit import VisionTransformer, VisionTransformerConfig
 
 SHAPE = {
     "image_size": 16, "patch": 4, "num_classes": 5, "num_layers": 4, "dim": 32, "num_heads": 4, "head_dim": 8,
@@ -39,7 +39,7 @@ def test_without_experts_it_is_vit() -> None:
         "embedding.project.weight": theirs["embeddings.patch_embeddings.projection.weight"].flatten(1),
         "embedding.project.bias": theirs["embeddings.patch_embeddings.projection.bias"],
         "embedding.token": theirs["embeddings.cls_token"][0],
-        POSITIONS: theirs["embeddings.position_embeddings"][0],
+        "embedding.position": theirs["embeddings.position_embeddings"][0],
     }
     renamed = {"layernorm": "final_norm"}
     for index in range(4):

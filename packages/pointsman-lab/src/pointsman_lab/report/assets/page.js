@@ -58,22 +58,6 @@ function drawChoice(id, data, name, spec) {
   draw(first);
 }
 
-const stylish = (list) => list.map((s) => ({ ...s, style: styleOf.get(s.name) }));
-
-/* A chart redrawn by any of several choices: [[name, options, first]]; specOf(chosen values) gives the chart. */
-function drawChoices(id, groups, specOf) {
-  const root = figure(id), holder = element("div"), logs = element("span");
-  const chosen = groups.map(([, , first]) => first), bar = root.querySelector(".controls");
-  function draw() {
-    holder.replaceChildren();
-    logs.replaceChildren();
-    lineChart(holder, { controls: logs, ...specOf(...chosen) });
-  }
-  groups.forEach(([name, options], i) => { if (options.length > 1) bar.append((options.length > 8 ? menu : choice)(name, options, chosen[i], (value) => { chosen[i] = value; draw(); })); });
-  bar.append(logs);
-  root.append(holder);
-  draw();
-}
 function drawByLayer(id, data, yLabel, label) {
   const root = figure(id);
   if (!root) return;

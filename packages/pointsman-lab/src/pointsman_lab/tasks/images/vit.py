@@ -26,7 +26,6 @@ from pointsman_lab.models.initial import initialize, seeded
 from pointsman_lab.models.stack import Stack
 
 POSITION_STD = 0.02  # of V-MoE's code
-POSITIONS = "embedding.position"
 
 
 @dataclass(frozen=True, kw_only=True)
