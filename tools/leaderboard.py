@@ -35,9 +35,9 @@ from pointsman_lab.models.config import build_model
 from pointsman_lab.models.cost import inference_flops
 from pointsman_lab.report.cell import Cell, squared_variation
 from pointsman_lab.runs.comparison import required_plan
-from pointsman_lab.runs.entry import SHAPE, entry_of, read_entry
 from pointsman_lab.runs.environment import differing_bits
 from pointsman_lab.runs.imports import import_named
+from pointsman_lab.runs.sharing import ENTRY, entry_of, read_entry
 from pointsman_lab.training.compare import Plan, compare
 from pointsman_lab.training.config import RunConfig
 
@@ -63,7 +63,7 @@ def rules_of(file: Path) -> dict[str, Any]:
 
 def opened(file: Path, rules: Mapping[str, Any]) -> dict[str, Any]:
     """An entry of this track."""
-    return read_entry(file, EXAM_SHAPE if "tasks" in rules else SHAPE)
+    return read_entry(file, EXAM_SHAPE if "tasks" in rules else ENTRY)
 
 
 def follow_exam(entry: Mapping[str, Any], rules: Mapping[str, Any], where: str) -> None:

@@ -46,7 +46,7 @@ SHAPE: Mapping[str, Any] = {"num_layers": 2, "dim": 64, "num_heads": 2, "kv_head
 def trained(folder: Path, name: str, seed: int) -> tuple[Any, Any]:
     """The model of transformers and its tokenizer, trained on the source of Python if the folder lacks it."""
     from pointsman_lab.data.subwords import save_tokenizer
-    from pointsman_lab.models.huggingface import to_transformers
+    from pointsman_lab.models.huggingface.convert import to_transformers
     from pointsman_lab.recipes import preset
     from pointsman_lab.training.run import load_run
     from pointsman_lab.training.trainer import train

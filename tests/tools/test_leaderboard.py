@@ -12,7 +12,7 @@ import pytest
 
 from pointsman._errors import RunError
 from pointsman_lab.cli.main import main
-from pointsman_lab.runs.entry import digest, read_entry, signed
+from pointsman_lab.runs.sharing import digest, read_entry, signed
 from tests.lab.cli.test_compare import SMALL, TEXT
 from tools.leaderboard import ROOT, check, page, row_of
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pointsman.routers.frame.registry import build_router, list_mixers, list_routers
 from pointsman_lab.models.decoder import Decoder, DecoderConfig
-from pointsman_lab.models.huggingface import load_theirs
+from pointsman_lab.models.huggingface.convert import load_theirs
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 40, "num_layers": 2, "dim": 32, "num_heads": 4, "kv_heads": 2, "head_dim": 8, "hidden_dim": 24,

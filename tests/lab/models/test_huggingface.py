@@ -8,7 +8,7 @@ import torch
 from pointsman._errors import RunError
 from pointsman.control import named_routers
 from pointsman_lab.models.decoder import Decoder, DecoderConfig
-from pointsman_lab.models.huggingface import difference, from_transformers, load_theirs, to_transformers
+from pointsman_lab.models.huggingface.convert import difference, from_transformers, load_theirs, to_transformers
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 40, "num_layers": 3, "dim": 32, "num_heads": 4, "kv_heads": 2, "head_dim": 8, "hidden_dim": 40,
@@ -117,7 +117,7 @@ def test_what_no_class_expresses_is_refused(changes: dict[str, Any], says: str) 
 def test_settings_that_no_decoder_has_are_refused(kind: str, changes: dict[str, Any], says: str) -> None:
     from transformers import AutoConfig
 
-    from pointsman_lab.models.huggingface import read_config
+    from pointsman_lab.models.huggingface.reading import read_config
 
     config = AutoConfig.for_model(kind, **changes)
     with pytest.raises(RunError, match=says):

@@ -10,9 +10,9 @@ import pytest
 from pointsman._errors import RunError
 from pointsman_lab.models.encoder import EncoderConfig
 from pointsman_lab.recipes import preset as run_of
-from pointsman_lab.training.best import validated_k
 from pointsman_lab.training.config import RunConfig, differing_settings
 from pointsman_lab.training.config import settings as all_settings
+from pointsman_lab.training.directory import validated_k
 from pointsman_lab.training.k_schedule import doublings
 from pointsman_lab.training.settings import derived
 

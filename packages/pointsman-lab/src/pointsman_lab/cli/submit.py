@@ -32,7 +32,7 @@ def run(words: Sequence[str]) -> int:
     from pointsman_lab._files import write_whole
     from pointsman_lab.exam.entry import exam_entry
     from pointsman_lab.exam.exam import PLAN
-    from pointsman_lab.runs.entry import entry_of
+    from pointsman_lab.runs.sharing import entry_of
 
     folder = Path(values.target)
     make = exam_entry if (folder / PLAN).is_file() else entry_of

@@ -12,7 +12,7 @@ from pointsman_lab._shapes import SHAPES
 from pointsman_lab.exam.cell import VERSION, chosen, is_whole
 from pointsman_lab.exam.exam import collect, plan_in
 from pointsman_lab.exam.scores import TASKS
-from pointsman_lab.runs.entry import FORMAT, signed, sources_of
+from pointsman_lab.runs.sharing import ENTRY_FORMAT, signed, sources_of
 
 CELL = {"tried!": [[str | float | int | None]], "chosen!": {"spec!": str, "rate!": float},
         "runs!": SHAPES["exam-*.json"]["runs!"]}  # fmt: skip
@@ -39,7 +39,7 @@ def exam_entry(folder: Path, router: str, name: str) -> dict[str, Any]:
         for task, cell in cells.items()
     }  # fmt: skip
     return signed({
-        "format": FORMAT, "name": name, "router": router, "version": VERSION, "sources": sources_of(plan.imports),
+        "format": ENTRY_FORMAT, "name": name, "router": router, "version": VERSION, "sources": sources_of(plan.imports),
         "cells": kept,
     })  # fmt: skip
 

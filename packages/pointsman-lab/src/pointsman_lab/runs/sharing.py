@@ -3,24 +3,31 @@
 Its records are those of `compact`, of an exam its cells, read back through the same checks. Python files that the
 sender imported routers from are carried as text, under `sources/` of the receiver's folder, and are executed by nobody
 unasked.
+
+An entry of the leaderboard is one row of a comparison in one file, with all that it takes to train it again: `sources`
+has the text of the files that the row's router comes from, `runs` each seed's environment, evaluation and log: the loss
+of every step that was logged. `sha256` is that of the rest: a file that was damaged on its way is refused. Whoever
+deceives can make it anew: an entry is believed once a seed was trained again (`tools.leaderboard`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pointsman._errors import RunError
+from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._files import (
     checksum,
     open_new,
     parse_json,
+    read_json,
     read_ordinary,
     read_whole_json,
     replacing,
@@ -30,8 +37,10 @@ from pointsman_lab._files import (
 from pointsman_lab._shapes import MOST_LINE, MOST_OTHERS, check_shape, inflated, shape_of
 from pointsman_lab.runs.checkpoints import STATE, steps_of
 from pointsman_lab.runs.compact import RECORD, entries_of, line_of, packed, record_of, written
+from pointsman_lab.runs.comparison import read_comparison, required_plan
 from pointsman_lab.runs.imports import source_of
-from pointsman_lab.runs.paths import CHECKPOINTS, COMPARISON, CONFIG, EVALUATION, slug
+from pointsman_lab.runs.paths import CHECKPOINTS, COMPARISON, CONFIG, ENVIRONMENT, EVALUATION, slug
+from pointsman_lab.runs.record import RunRecord
 
 FORMAT, VERSION = "pointsman-share", 1
 EXAM, SOURCES = "exam.json", "sources"
@@ -40,6 +49,13 @@ HERE = "@shared@"
 SHAPE = {
     "kind!": str, "name!": str, "comparison!": dict | None, "record!": str, "sources!": {"*": str}, "modules!": [str],
     "data!": {"name!": str, "fingerprint": str, "bytes": int, "sha256": str, "about": str}, "papers!": str,
+}  # fmt: skip
+ENTRY_FORMAT = 1
+ENTRY: dict[str, Any] = {
+    "format!": int, "name!": str, "router!": str, "settings!": dict, "tuned!": dict, "data!": str,
+    "sources!": {"*": str}, "sha256!": str,
+    "runs!": {"*": {"environment!": dict, "evaluation!": {"results!": [dict]}, "step_seconds!": float,
+                    "log!": {"step!": [int], "loss!": [float]}}},
 }  # fmt: skip
 _CELL = re.compile(r"cells/[A-Za-z0-9_-]+/exam-[^/\\:\x00-\x1f]+\.json")
 _SOURCE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}\.py")
@@ -201,3 +217,63 @@ def _read(file: Path) -> dict[str, Any]:
     if bad := next((name for name in told["sources"] if not _SOURCE.fullmatch(name)), None):
         raise RunError(f"{file}: a source called {bad!r}: only names of Python files are allowed")
     return told
+
+
+def digest(entry: Mapping[str, Any]) -> str:
+    """SHA-256 of everything but `sha256`."""
+    rest = {key: value for key, value in entry.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def signed(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry with its checksum."""
+    return {**entry, "sha256": digest(entry)}
+
+
+def entry_of(folder: Path, router: str, name: str) -> dict[str, Any]:
+    """The entry of one row of a comparison."""
+    plan, comparison = required_plan(folder), read_comparison(folder)
+    if router not in comparison.routers:
+        raise RunError(f"{folder} has no row {router!r}: {did_you_mean(router, comparison.routers)}")
+    unfinished = [seed for one, seed in comparison.missing() if one == router]
+    if unfinished:
+        raise RunError(f"{folder}: {router}, seed {unfinished[0]}: not finished; the command of the comparison goes on")
+    return signed({
+        "format": ENTRY_FORMAT, "name": name, "router": router, "settings": plan["settings"],
+        "tuned": plan.get("tuned", {}).get(router, {}), "data": plan.get("data", ""),
+        "sources": sources_of(plan["settings"].get("imports") or ()),
+        "runs": {str(run.seed): _entry_run(run) for run in comparison.of(router)},
+    })  # fmt: skip
+
+
+def sources_of(imports: Iterable[Any]) -> dict[str, str]:
+    """The text of each Python file among what a plan imports."""
+    return {one: source_of(one) for one in imports if isinstance(one, str) and one.endswith(".py")}
+
+
+def _entry_run(run: RunRecord) -> dict[str, Any]:
+    rows = list(run.metrics("train"))
+    seconds = sorted(float(row.get("step_seconds") or 0.0) for row in rows) or [0.0]
+    return {
+        "environment": read_json(run.path / ENVIRONMENT) or {},
+        "evaluation": {"results": read_json(run.path / EVALUATION)["results"]},  # type: ignore[index]
+        "log": {"step": [row["step"] for row in rows], "loss": [row["loss"] for row in rows]},
+        "step_seconds": run.evaluation.get("step_seconds") or seconds[len(seconds) // 2],
+    }
+
+
+def read_entry(file: Path, shape: Mapping[str, Any] = ENTRY) -> dict[str, Any]:
+    """An entry's file."""
+    entry = read_json(file)
+    if entry is None:
+        raise RunError(f"{file}: no such file")
+    check_shape(entry, shape, str(file))
+    try:
+        json.dumps(entry, allow_nan=False)
+    except ValueError:
+        raise RunError(f"{file}: a figure in it is no finite number") from None
+    if entry["format"] != ENTRY_FORMAT:
+        raise RunError(f"{file}: no entry of format {ENTRY_FORMAT}")
+    if entry["sha256"] != digest(entry):
+        raise RunError(f"{file}: it was changed after `pointsman submit` wrote it: its SHA-256 differs")
+    return entry

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
+from pointsman.routers.frame.registry import has_one_k
 from pointsman_lab._files import read_text, read_whole_json, within, write_whole
 from pointsman_lab._values import name_fault
 from pointsman_lab.registry import read_vocabulary
@@ -96,3 +97,18 @@ class RunDirectory:
     def metrics(self, *kinds: str) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl of these kinds; all rows where no kind is given."""
         return list(read_metrics(self.path / METRICS, *kinds))
+
+    def chosen_step(self, config: RunConfig, last: int) -> int:
+        """Whose weights are evaluated of a run saved at step `last`: that step's, or with choose="best-valid" those of
+        the largest validation figure, the first of equals. A run that is killed and resumed chooses the same.
+        """
+        if config.choose == "last":
+            return last
+        k = validated_k(config)
+        rows = [row for row in self.metrics("valid") if row["top_k"] == k and row["step"] <= last]
+        return max(rows, key=lambda row: (row["value"], -row["step"]))["step"] if rows else last
+
+
+def validated_k(config: RunConfig) -> int:
+    """The k that weights are chosen by: that of training; of a baseline its number of experts."""
+    return config.model.num_experts if has_one_k(config.model.router) else config.model.top_k

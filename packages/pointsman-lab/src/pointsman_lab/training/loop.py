@@ -16,9 +16,8 @@ from pointsman_lab.progress import Progress, Stop
 from pointsman_lab.runs.checkpoints import open_checkpoint, prune
 from pointsman_lab.runs.paths import EVALUATION, METRICS
 from pointsman_lab.runs.record import MetricsFile, label
-from pointsman_lab.training.best import chosen_step, validated_k
 from pointsman_lab.training.checkpoint import load_weights, write_checkpoint
-from pointsman_lab.training.directory import RunDirectory
+from pointsman_lab.training.directory import RunDirectory, validated_k
 from pointsman_lab.training.kernels import autocast
 from pointsman_lab.training.sharded import Saver
 from pointsman_lab.training.state import Diverged, Interrupted, TrainingState
@@ -223,7 +222,7 @@ class TrainingLoop:
         self.saved = step
 
     def _chosen(self) -> int:
-        return chosen_step(self.directory, self.config, self.state.step)
+        return self.directory.chosen_step(self.config, self.state.step)
 
     def _wait_for_save(self) -> None:
         if self.saver:

@@ -18,7 +18,6 @@ from pointsman_lab.models.config import build_model
 from pointsman_lab.runs.checkpoints import Checkpoint, open_checkpoint, whole_checkpoint
 from pointsman_lab.runs.comparison import read_plan, saved_runs
 from pointsman_lab.runs.paths import VOCABULARY, run_path
-from pointsman_lab.training.best import chosen_step
 from pointsman_lab.training.checkpoint import fitting_model
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.directory import RunDirectory
@@ -99,7 +98,7 @@ def load_run(
     config = directory.config()
     last = whole_checkpoint(directory.checkpoints, note) if step is None else None
     if last:
-        step = chosen_step(directory, config, last.step)
+        step = directory.chosen_step(config, last.step)
     checkpoint = last if last and step == last.step else open_checkpoint(directory.checkpoints / f"step-{step}")
     model = fitting_model(partial(build, config), config.model.num_layers, checkpoint)
     vocabulary = _vocabulary(directory, checkpoint)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pointsman._errors import RunError
 from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.ops.kernels import using
 from pointsman.parallel.layout import Layout
@@ -27,7 +28,6 @@ from pointsman_lab.runs.checkpoints import (
 )
 from pointsman_lab.runs.environment import differing_bits, environment
 from pointsman_lab.runs.paths import ENVIRONMENT, EVALUATION, VOCABULARY
-from pointsman_lab.training.best import check_choice, chosen_step
 from pointsman_lab.training.checkpoint import misfit, stored_tensors
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.directory import RunDirectory
@@ -98,7 +98,7 @@ def train(
     # before anything is written: checks all settings
     check_kernels(config, torch.device(device))
     state = TrainingState(config, task, torch.device(device), ranks=ranks, layout=layout)
-    check_choice(config, task, ranks)
+    _check_choice(config, task, ranks)
     watch = RoutingMonitor(state.model, config.observe_every, config.seed) if state.sparse else None
     ranks.by_first(lambda: directory.check(config, resume=resume))  # before a lock is left in somebody else's folder
     for name in config.track:
@@ -123,6 +123,21 @@ def train(
         run = held.enter_context(TrainingLoop(state, directory, here, watch, progress, stop))
         run.loop()
         return TrainResult(directory.path, state.step, run.evaluate())
+
+
+def _check_choice(config: RunConfig, task: Task, ranks: Ranks) -> None:
+    """Refuses `choose="best-valid"` for runs that have nothing to choose by."""
+    if config.choose == "last":
+        return
+    if ranks.count > 1:
+        raise RunError(f"choose={config.choose}: it is for runs of one process; allowed here is last")
+    held_out = task.validation_split(config)
+    if not task.may_choose or held_out in (None, task.reported_split(config)):
+        raise RunError(
+            f"choose={config.choose}: it is for fine-tuning on tasks with held-out rows; allowed here is last"
+        )
+    if not config.validate_every:
+        raise RunError(f"choose={config.choose}: validate_every must be above 0")
 
 
 def _what_ranks_share(config: RunConfig, task: Task, layout: Layout | None, out: Path | str, resume: bool) -> Any:
@@ -157,7 +172,7 @@ def _restored(
     def foreign(checkpoint: Checkpoint) -> str | None:
         if checkpoint.state.get("data") != state.task.fingerprint:
             return "it was trained on other data (the files have changed)"
-        if (chosen := chosen_step(directory, state.config, checkpoint.step)) != checkpoint.step:
+        if (chosen := directory.chosen_step(state.config, checkpoint.step)) != checkpoint.step:
             try:
                 open_checkpoint(directory.checkpoints / f"step-{chosen}")
             except CheckpointError as error:
@@ -173,7 +188,7 @@ def _restored(
         progress.note(f"{directory.path}: there is no whole checkpoint, so the run begins at step 0")
         return None
     ranks.each(lambda: state.restore(found, monitor))
-    keep, chosen = state.config.keep_checkpoints, chosen_step(directory, state.config, found.step)
+    keep, chosen = state.config.keep_checkpoints, directory.chosen_step(state.config, found.step)
     ranks.by_first(lambda: prune(directory.checkpoints, found.step, keep, chosen))  # a kill may have come before it
     if found.step < state.config.steps:
         progress.note(f"{directory.path} goes on after step {found.step} of {state.config.steps}")

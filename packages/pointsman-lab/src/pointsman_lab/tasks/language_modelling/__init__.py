@@ -122,7 +122,7 @@ class LanguageModelling(TaskEntry):
     def export(self, run: Any, top_k: int) -> Any:
         if run.config.model.family != "decoder":
             return super().export(run, top_k)
-        from pointsman_lab.models.huggingface import to_transformers
+        from pointsman_lab.models.huggingface.convert import to_transformers
 
         return to_transformers(run.model, top_k=top_k, length=run.context)
 

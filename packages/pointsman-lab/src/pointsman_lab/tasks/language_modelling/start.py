@@ -8,7 +8,8 @@ from typing import Any
 from pointsman._errors import RunError
 from pointsman_lab.models.config import build_model
 from pointsman_lab.models.decoder import Decoder, DecoderConfig
-from pointsman_lab.models.huggingface import difference, load_theirs, open_config, read_config
+from pointsman_lab.models.huggingface.convert import difference, load_theirs
+from pointsman_lab.models.huggingface.reading import open_config, read_config
 from pointsman_lab.registry import own_settings
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.k_schedule import doublings

@@ -17,7 +17,7 @@ from pointsman._errors import RunError
 from pointsman.layer import MoE
 from pointsman_lab.models.config import build_model
 from pointsman_lab.models.encoder import Encoder, EncoderConfig
-from pointsman_lab.models.huggingface import open_config
+from pointsman_lab.models.huggingface.reading import open_config
 from pointsman_lab.training.config import RunConfig
 
 _FIRST = 2  # XLM-R's first position is one after that of the padding
