@@ -88,11 +88,12 @@ SHAPES: dict[str, Any] = {
              "blocks": int | None, "at_least": int | None}
         ],
         "quality": [
-            {"top_k!": int | None, "loss!": MAYBE, "half": MAYBE, "difference": dict | None, "domains": BOUNDED}
+            {"top_k!": int | None, "loss!": MAYBE, "half": MAYBE, "perplexity": MAYBE, "difference": dict | None,
+             "domains": BOUNDED}
         ],
         "layers": {"*": {
             "load": {"share": [MAYBE], "dead": [int], "effective": MAYBE}, "num_experts": int, "collapse": dict,
-            "entropy": dict, "margin": dict, "specialisation": dict, "bfloat16": dict,
+            "entropy": dict, "margin": dict, "specialisation": dict, "bfloat16": dict, "fluctuation": dict,
             "domains": {"*": {"share": [MAYBE], "entropy": MAYBE, "margin": MAYBE}}, "co_activation": {"pairs": [PAIR]},
         }},
         "answers": [
