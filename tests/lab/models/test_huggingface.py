@@ -8,7 +8,8 @@ import torch
 from pointsman._errors import RunError
 from pointsman.control import named_routers
 from pointsman_lab.models.decoder import Decoder, DecoderConfig
-from pointsman_lab.models.huggingface.convert import difference, from_transformers, load_theirs, to_transformers
+from pointsman_lab.models.huggingface.convert import difference, load_theirs, to_transformers
+from pointsman_lab.models.huggingface.reading import read_config
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 40, "num_layers": 3, "dim": 32, "num_heads": 4, "kv_heads": 2, "head_dim": 8, "hidden_dim": 40,
@@ -22,6 +23,14 @@ def build(**changes: Any) -> Decoder:
         if isinstance(bias := getattr(router.select, "bias", None), torch.Tensor):
             bias.normal_(0, 0.3)
     return model
+
+
+def from_transformers(theirs: Any, router: str | None = None) -> Decoder:
+    """The decoder with the weights of a model of transformers."""
+    config, found = read_config(theirs.config, "there", router)
+    model = Decoder(config)
+    load_theirs(model, theirs.state_dict(), found.shared)
+    return model.eval()
 
 
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -50,7 +59,7 @@ def test_there_and_back_the_logits_stay(name: str) -> None:
     theirs = to_transformers(model, top_k=2, length=64)
     assert type(theirs).__name__ == f"{kind}ForCausalLM"
     assert difference(model, theirs, 2) < 1e-5
-    again = from_transformers(theirs, "there")
+    again = from_transformers(theirs)
     assert again.config.router == spec
     assert again.config.context_length == 64
     assert difference(again, theirs, 2) < 1e-5
@@ -65,7 +74,7 @@ def test_groups_are_kept_by_the_k_of_the_export(trained: int) -> None:
 @pytest.mark.parametrize("spec", ["smoe:nulls=2", "loss-free:nulls=2"])
 def test_a_router_with_virtual_experts_starts_anew(spec: str) -> None:
     theirs = to_transformers(build(router="smoe:bias=false"), top_k=2, length=64)
-    model = from_transformers(theirs, "there", spec)
+    model = from_transformers(theirs, spec)
     assert load_theirs(model, theirs.state_dict(), None) == ["layers.0", "layers.1", "layers.2"]
 
 
@@ -116,8 +125,6 @@ def test_what_no_class_expresses_is_refused(changes: dict[str, Any], says: str) 
 )
 def test_settings_that_no_decoder_has_are_refused(kind: str, changes: dict[str, Any], says: str) -> None:
     from transformers import AutoConfig
-
-    from pointsman_lab.models.huggingface.reading import read_config
 
     config = AutoConfig.for_model(kind, **changes)
     with pytest.raises(RunError, match=says):

@@ -92,7 +92,6 @@ def diagnose(
     history: Mapping[str, nn.Module] | None = None,
     top_k: Sequence[int] = (),
     reader: Callable[[], Reader] = plain_reader,
-    seed: int = 0,
     advance: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
     """All diagnostics of a model's layers in one pass over the batches, as JSON values.
@@ -103,7 +102,6 @@ def diagnose(
         history: label -> an earlier checkpoint of the same run, oldest first.
         top_k: values of k whose routing is compared with that at the model's own k.
         reader: creates a reader for each model and k (a reader may hold a memory).
-        seed: of stochastic routers.
         advance: called with the number of batches read.
 
     Returns:
@@ -139,7 +137,7 @@ def diagnose(
     with ExitStack() as stack:
         for other in (*others.values(), *earlier.values()):
             stack.enter_context(evaluating(other.model))
-        stack.enter_context(evaluating(model, seed))
+        stack.enter_context(evaluating(model, 0))
         stack.enter_context(torch.no_grad())
         for given in batches:
             batch = given if isinstance(given, Batch) else Batch(given)

@@ -16,7 +16,6 @@ from pointsman.routers.papers.smoe_dropout import FrozenLinearScorer
 from pointsman.routers.papers.topk import LinearScorer
 from pointsman_lab.models.decoder import Decoder
 from pointsman_lab.models.huggingface.classes import CLASSES, GateRule, GateWeights, HubClass, common_settings, gate_of
-from pointsman_lab.models.huggingface.reading import read_config as read_config
 
 TOKENS = 16  # that the logits are compared on
 TOLERANCE = 1e-4
@@ -62,7 +61,7 @@ def sparse_layers(model: Decoder) -> Iterator[tuple[int, MoE]]:
             yield index, layer.moe
 
 
-def to_transformers(model: Decoder, *, top_k: int, length: int, check: bool = True) -> Any:
+def to_transformers(model: Decoder, *, top_k: int, length: int) -> Any:
     """A model of transformers with the same logits, in evaluation mode.
 
     Raises:
@@ -86,7 +85,7 @@ def to_transformers(model: Decoder, *, top_k: int, length: int, check: bool = Tr
     rotary = theirs.model.rotary_emb  # its buffers are in no state, and `to_empty` left them without values
     theirs.model.rotary_emb = type(rotary)(theirs.config)
     theirs.eval()
-    if check and (off := difference(model, theirs, top_k)) > TOLERANCE:
+    if (off := difference(model, theirs, top_k)) > TOLERANCE:
         raise NoClassError(f"the logits of {found.name} differ from the model's by {off:.2g}, relative to their spread")
     return theirs
 
@@ -168,14 +167,6 @@ def _their_state(
             state[f"{shared}_gate.weight"] = torch.zeros(1, model.config.dim)  # sigmoid(0) = 1/2
             state[f"{shared}.down_proj.weight"] *= 2
     return state
-
-
-def from_transformers(theirs: Any, where: str, router: str | None = None) -> Decoder:
-    """The decoder with the weights of a model of transformers, in evaluation mode; gates where the router allows."""
-    config, found = read_config(theirs.config, where, router)
-    model = Decoder(config)
-    load_theirs(model, theirs.state_dict(), found.shared)
-    return model.eval()
 
 
 @torch.no_grad()
