@@ -252,7 +252,7 @@ def test_names_baseline_and_columns_of_a_comparison(tmp_path: Path, capsys: pyte
     assert r"\texttt{X \& Co}" in latex
     caption = next(line for line in latex.splitlines() if r"\caption" in line)
     assert caption.count(". ") == 0
-    assert "Router & $k=8$ & Seeds" in latex
+    assert "router & k=8 & seeds" in latex
     assert "smoe,0,1" in (tmp_path / "mine" / "results.csv").read_text()  # the figures keep the specs
     page = (tmp_path / "mine" / "report.html").read_text("utf-8")
     assert "X &amp; Co" in page

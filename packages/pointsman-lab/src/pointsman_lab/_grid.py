@@ -88,18 +88,17 @@ class Grid:
         """A Markdown table."""
         return markdown_table(self.header, self._marked("`{}`", "**{}**", lambda cell: cell), self.labels)
 
-    def latex(self, header: Sequence[str] | None = None, label: str = "") -> str:
+    def latex(self, label: str = "") -> str:
         """A LaTeX table for the booktabs package. Its caption is the first sentence, the others are a comment.
 
         Args:
-            header: column titles in LaTeX, instead of the grid's own.
             label: what follows "tab:" in its label; by default the caption's first words.
         """
         first, *others = _SENTENCE.split(self.caption)
         label = label or "-".join(re.findall(r"[a-z0-9]+", first.lower())[:4])
         lines = [
             r"\toprule",
-            " & ".join(header or map(escape_latex, self.header)) + r" \\",
+            " & ".join(map(escape_latex, self.header)) + r" \\",
             r"\midrule",
             *(" & ".join(row) + r" \\" for row in self._marked(r"\texttt{{{}}}", r"\textbf{{{}}}", escape_latex)),
             r"\bottomrule",

@@ -34,9 +34,9 @@ class Forms(ABC):
         """What stands above the grids."""
         return ""
 
+    @abstractmethod
     def shown_grids(self) -> Sequence[Grid]:
         """The grids in order; those after the first are left out where they have no rows."""
-        raise NotImplementedError
 
     def text(self) -> str:
         """Plain aligned text."""
@@ -47,8 +47,9 @@ class Forms(ABC):
         return joined(self.head, *captioned(self.shown_grids(), Grid.markdown))
 
     def latex(self) -> str:
-        """LaTeX for the booktabs package, of the first grid; the best of each column in bold."""
-        return self.shown_grids()[0].latex(label=self.file)
+        """LaTeX for the booktabs package; the best of each column in bold."""
+        first, *others = self.shown_grids()
+        return "\n".join([first.latex(self.file), *(grid.latex() for grid in others if grid.rows)])
 
     def write(self, directory: Path) -> list[Path]:
         """Writes FILE.txt, .csv, .md and .tex, each whole or not at all; returns their paths."""

@@ -112,7 +112,7 @@ class LanguageTable(Forms):
                 for column in self.columns
             ]
             rows.append([f"{router} k={k}", *shown, *(cost_cells(self.costs[router]) if self.costs else ())])
-        costs = [title.lower() for title in COSTS] if self.costs else []
+        costs = COSTS if self.costs else ()
         floors = {column: value for column, (_, value) in self.floors.items()}
         for title, found in (("floor", floors), ("standard error over items", self.errors)):
             if found:

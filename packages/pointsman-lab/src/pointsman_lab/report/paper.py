@@ -9,7 +9,7 @@ from pathlib import Path
 from pointsman_lab._grid import NONE, Grid
 from pointsman_lab.report.cell import Cell, Metric, metric
 from pointsman_lab.report.cells import counted, finetuned, measured
-from pointsman_lab.report.forms import Forms, joined
+from pointsman_lab.report.forms import Forms
 from pointsman_lab.report.published import OWN_METRICS, Column, Line, Paper, PublishedTable, open_paper
 from pointsman_lab.runs.comparison import read_comparison
 
@@ -45,7 +45,8 @@ class PaperComparison:
                 needed = f"; needs {table.needs}" if table.needs else ""
                 rows.append(["", f"ours: not run{needed}", *([NONE] * len(line.values))])
         header = ["", "", *(column.name for column in table.columns)]
-        return Grid(header, rows, caption=f"{table.number}: {table.title}", code=False, labels=2)
+        caption = ". ".join(filter(None, [f"{table.number}: {table.title}", self.note]))
+        return Grid(header, rows, caption=caption, code=False, labels=2)
 
     @property
     def note(self) -> str:
@@ -80,24 +81,12 @@ class PaperTables(Forms):
     def file(self) -> str:
         return f"paper-{self.paper.name}"
 
-    def text(self) -> str:
-        """One table after another."""
-        parts = [f"{self.paper.citation}\n{self.paper.link}", "Rows 'published' are the paper's figures, not ours."]
-        for one in self.tables:
-            grid = one.grid()
-            parts.append("\n".join([grid.caption, grid.text(), *filter(None, [one.note])]))
-        return joined(*parts)
+    @property
+    def head(self) -> str:
+        return f"{self.paper.citation}\n{self.paper.link}\n\nRows 'published' are the paper's figures, not ours."
 
-    __str__ = text
-
-    def markdown(self) -> str:
-        """One table after another."""
-        parts = [f"# {self.paper.citation}", f"<{self.paper.link}>"]
-        parts.append("Rows *published* are the paper's figures, not ours.")
-        for one in self.tables:
-            grid = one.grid()
-            parts += [f"## {grid.caption}", grid.markdown(), one.note]
-        return joined(*parts)
+    def shown_grids(self) -> list[Grid]:
+        return [one.grid() for one in self.tables]
 
     def csv(self) -> str:
         """One line a cell; '-' where a figure does not exist."""
@@ -112,10 +101,6 @@ class PaperTables(Forms):
                     std = None if cell.std is None else cell.std * scale
                     rows.append([*lead, setting, mean, std, len(cell.values)])
         return Grid(header, rows).csv()
-
-    def latex(self) -> str:
-        """A LaTeX table for each table, for the booktabs package."""
-        return "\n".join(one.grid().latex() for one in self.tables)
 
 
 def paper_tables(path: Path | Sequence[Path], name: str) -> PaperTables:

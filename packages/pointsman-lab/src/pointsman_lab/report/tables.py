@@ -16,7 +16,7 @@ from pointsman_lab.report.forms import Forms, joined
 from pointsman_lab.runs.comparison import Comparison, read_comparison
 from pointsman_lab.runs.record import RunRecord, over_layers
 
-COSTS = ("MFLOP", "Active", "Params")
+COSTS = ("mflop", "active", "params")
 CSV_COSTS = ("FLOPs a token", "active parameters", "parameters")
 COUNTED = (
     "MFLOP, active: FLOPs a token and its parameters, counted, at the first k of training; params: all trainable ones"
@@ -171,14 +171,9 @@ class ComparisonTable(Forms):
     @property
     def header(self) -> list[str]:
         """The titles of all columns."""
-        return ["router", *self.titles, *(title.lower() for title in self._tail)]
-
-    @property
-    def _tail(self) -> list[str]:
-        """The titles of the columns after those of k."""
-        costs = ["Router params", *(COSTS if self.counted else ()), "s/step", "Seeds"]
+        costs = ["router params", *(COSTS if self.counted else ()), "s/step", "seeds"]
         experts = ["experts/token"] if self.varies else []
-        return ["Entropy", *experts, *([] if self.audit else costs)]
+        return ["router", *self.titles, "entropy", *experts, *([] if self.audit else costs)]
 
     @property
     def counted(self) -> bool:
@@ -275,14 +270,6 @@ class ComparisonTable(Forms):
             line.append(row.step_seconds.mean)
             rows.append([*line, *(" ".join(map(str, seeds)) or None for seeds in (row.done, row.missing))])
         return Grid(["router", "metric", "split", *per_k, *tail], rows).csv()
-
-    def latex(self) -> str:
-        """The same in LaTeX, for the booktabs package."""
-        titles = ["Router", *(f"${title}$" for title in self.titles), *self._tail]
-        shown = dict(zip(self.header, titles, strict=True))
-        grid, differences = self.grid(), self.difference_grid()
-        paired = differences.latex(titles[: 1 + len(self.titles)], "differences") if differences.rows else ""
-        return grid.latex([shown[name] for name in grid.header], self.file) + paired
 
 
 def _row(comparison: Comparison, router: str, split: str) -> Row:

@@ -135,10 +135,6 @@ class TaskTable(Forms):
         """Ours, one line a router."""
         return self.table.csv()
 
-    def latex(self) -> str:
-        """Ours."""
-        return self.table.latex()
-
     def routing_grid(self) -> Grid:
         """How fine-tuning changed the routing."""
         rows = [

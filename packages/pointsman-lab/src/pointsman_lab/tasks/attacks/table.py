@@ -17,7 +17,7 @@ from pointsman_lab._files import parse_json
 from pointsman_lab._grid import NONE, Grid
 from pointsman_lab._shapes import check_shape
 from pointsman_lab._values import finite
-from pointsman_lab.report.forms import Forms, captioned, joined
+from pointsman_lab.report.forms import Forms
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.record import RunRecord, read_object
@@ -132,19 +132,9 @@ class AttackTable(Forms):
         return self.protocol
 
     def shown_grids(self) -> list[Grid]:
-        """The table of each condition without differences, then the change of the routing."""
-        grids = [(one.words, one.table.grid()) for one in self.conditions]
+        """The table of each condition with its paired differences, then the change of the routing."""
+        grids = [(one.words, grid) for one in self.conditions for grid in one.table.shown_grids()]
         return [*(replace(grid, caption=f"{words}: {grid.caption}") for words, grid in grids), *self.further()]
-
-    def text(self) -> str:
-        """A table for each condition, then the change of the routing."""
-        conditions = [f"{one.words}\n{one.table.text()}".rstrip("\n") for one in self.conditions]
-        return joined(self.protocol, *conditions, *captioned(self.further(), Grid.text))
-
-    def markdown(self) -> str:
-        """The same in Markdown."""
-        conditions = [f"## {one.words}\n\n{one.table.markdown()}".rstrip("\n") for one in self.conditions]
-        return joined(self.protocol, *conditions, *captioned(self.further(), Grid.markdown))
 
     def csv(self) -> str:
         """Comma-separated, the condition first."""
@@ -155,10 +145,6 @@ class AttackTable(Forms):
             lines += [] if lines else [f"condition,{header}"]
             lines += [f'"{one.words}",{row}' for row in rows]
         return "\n".join(lines) + "\n"
-
-    def latex(self) -> str:
-        """A LaTeX table for each condition."""
-        return "\n".join(f"% {one.words}\n{one.table.latex()}" for one in self.conditions)
 
     def further(self) -> list[Grid]:
         """The change of the routing, if there is any."""

@@ -11,7 +11,7 @@ from typing import Any
 from pointsman_lab._grid import NONE, Grid
 from pointsman_lab._values import finite, mean_of
 from pointsman_lab.report.cell import Cell, significantly_best, squared_variation
-from pointsman_lab.report.forms import Forms, captioned, joined
+from pointsman_lab.report.forms import Forms
 from pointsman_lab.report.published import Column
 from pointsman_lab.report.tables import COSTS, COUNTED, cost_cells, cost_of
 from pointsman_lab.runs.comparison import Comparison
@@ -65,25 +65,15 @@ class RobustTable(Forms):
     protocol: str
 
     @property
-    def title(self) -> str:
-        return TITLES[self.kind]
-
-    @property
     def file(self) -> str:
         return self.name
 
     @property
     def head(self) -> str:
-        return f"{self.title}. {self.note}"
+        return f"{TITLES[self.kind]}. {NOTES[self.kind]} {self.protocol}"
 
     def shown_grids(self) -> list[Grid]:
         return [*self.grids, *([self.by_corruption] if self.by_corruption else [])]
-
-    def text(self) -> str:
-        return joined(self.title, *captioned(self.shown_grids(), Grid.text), self.note)
-
-    def markdown(self) -> str:
-        return joined(f"## {self.title}", *captioned(self.shown_grids(), Grid.markdown), self.note)
 
     def csv(self) -> str:
         names = list(dict.fromkeys(name for one in self.grids for name in one.header[1:]))
@@ -93,13 +83,6 @@ class RobustTable(Forms):
                 own = dict(zip(one.header[1:], figures, strict=True))
                 rows.append([one.header[0].removeprefix("k="), router, *(own.get(name, NONE) for name in names)])
         return Grid(["k", "router", *names], rows).csv()
-
-    def latex(self) -> str:
-        return "\n".join(one.latex() for one in self.shown_grids())
-
-    @property
-    def note(self) -> str:
-        return f"{NOTES[self.kind]} {self.protocol}"
 
 
 def robust_tables(comparison: Comparison) -> list[RobustTable]:
@@ -206,7 +189,7 @@ def _grid(kind: str, runs: Runs, routers: Sequence[str], k: int) -> Grid:
         f"k={k}, in % but for the routing and costs; mean ± sample standard deviation over seeds; bold: significantly "
         f"different from every other row{f'. {COUNTED}' if counted else ''}"
     )
-    header = [f"k={k}", *names, *(title.lower() for title in COSTS if counted)]
+    header = [f"k={k}", *names, *(COSTS if counted else ())]
     return Grid(header, rows, best, caption).without_empty_columns()
 
 
