@@ -317,6 +317,8 @@ def test_the_trainer_logs_the_routing(tmp_path: Any, every: int | None, often: f
     trainer.train()
     logged = [row for row in trainer.state.log_history if "routing/model.layers.0.mlp/entropy" in row]
     assert [row["step"] for row in logged] == [2, 4]
+    losses = [row["step"] for row in trainer.state.log_history if "loss" in row]
+    assert losses == ([1, 2, 3, 4] if often == 1 else [2, 4])  # the trainer's own log goes on
     assert set(logged[0]) == {"epoch", "step"} | {
         f"routing/model.layers.{layer}.mlp/{name}"
         for layer in range(2)

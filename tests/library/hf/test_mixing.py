@@ -109,6 +109,19 @@ def test_generate_with_the_models_own_cache_and_left_padding(five: str) -> None:
     assert torch.equal(given[:1, 3:], alone)
 
 
+def test_a_copy_of_a_prefix_cache_goes_on_with_another_text() -> None:
+    model = mixed("mixtral", "smoe+similarity")
+    prefix = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(IDS[:, :5], **{CACHE: prefix}, use_cache=True)
+        for rest in (IDS[:, 5:], IDS[:, 5:].flip(1)):
+            found = model(rest, **{CACHE: copy.deepcopy(prefix)}, use_cache=True).logits
+            whole = model(torch.cat([IDS[:, :5], rest], 1), use_cache=False).logits
+            torch.testing.assert_close(found, whole[:, 5:], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="cropped"):
+        copy.deepcopy(prefix).crop(2)
+
+
 def test_beam_search_and_cropping_are_refused() -> None:
     model = mixed("mixtral", "smoe+similarity")
     with pytest.raises(ValueError, match="beam search"):

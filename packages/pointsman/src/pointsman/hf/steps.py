@@ -59,7 +59,9 @@ class RoutingLog(TrainerCallback):
         self.observing.close()
         assert self.monitor is not None
         if values := scalars(self.monitor.rows()):
+            asked = control.should_log
             self.trainer.log(values)
+            control.should_log = asked  # for the trainer's own values, which come after: a log takes it back
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.observing.close()

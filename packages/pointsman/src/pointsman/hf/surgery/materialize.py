@@ -30,6 +30,24 @@ def materialize(model: nn.Module) -> nn.Module:
             strength above 0, a trained correction bias where the class has none). The message names the layer; nothing
             has changed.
     """
+    for replaced, weight, bias in plain_gates(model):
+        router: Any = replaced.module.pointsman
+        correction, moved = correction_bias(replaced), getattr(router.select, "bias", None)
+        if replaced.form.table and not isinstance(router.select, ClassRule):
+            table = replaced.module.get_buffer(replaced.form.table)
+            table.copy_(router.score.table.view_as(table))
+        _plain(replaced.module, weight, bias)
+        if correction is not None and isinstance(moved, Tensor):
+            correction.data.copy_(moved.reshape(correction.shape))
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, CONFIG_KEY):
+            delattr(config, CONFIG_KEY)
+    return model
+
+
+def plain_gates(model: nn.Module) -> list[tuple[Gate, Tensor, Tensor | None]]:
+    """Each replaced gate with the weight and the bias of a plain one; raises ValueError as `materialize` does."""
     gates = {gate.name: gate for gate in survey(model)[0]}
     found: list[tuple[Gate, Tensor, Tensor | None]] = []
     for name, gate in model.named_modules():
@@ -60,20 +78,7 @@ def materialize(model: nn.Module) -> nn.Module:
         found.append((gates[name], weight, bias))
     if not found:
         raise ValueError(f"materialize: no layer of {type(model).__name__} has a pointsman router")
-    for replaced, weight, bias in found:
-        router = replaced.module.pointsman
-        correction, moved = correction_bias(replaced), getattr(router.select, "bias", None)
-        if replaced.form.table and not isinstance(router.select, ClassRule):
-            table = replaced.module.get_buffer(replaced.form.table)
-            table.copy_(router.score.table.view_as(table))
-        _plain(replaced.module, weight, bias)
-        if correction is not None and isinstance(moved, Tensor):
-            correction.data.copy_(moved.reshape(correction.shape))
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(config, CONFIG_KEY):
-            delattr(config, CONFIG_KEY)
-    return model
+    return found
 
 
 def _class_rule(gate: Gate, weight: Tensor, bias: Tensor | None) -> str | None:

@@ -65,13 +65,17 @@ def _configs(config: Any) -> Iterator[Any]:
             yield from _configs(value)
 
 
-def note(keeper: PreTrainedModel, name: str, form: Form, router: Router, start: Start) -> None:
-    """Stores the router of the gate `name`, relative to the keeper, in the keeper's configuration."""
-    config: Any = keeper.config
+def note(
+    name: str, gates: Iterable[str], homes: Mapping[str, PreTrainedModel], form: Form, router: Router, start: Start
+) -> PreTrainedModel:
+    """Notes the router of the gate `name`, relative to its keeper, in the configuration of the keeper: returns that."""
+    keeper = keeper_of(name, gates, homes)
+    config: Any = homes[keeper].config
     kept = dict(getattr(config, CONFIG_KEY, None) or {"format": FORMAT, "gates": {}})
     entry = {"router": router.spec, "start": start, "form": asdict(form)}
-    kept["gates"] = {**kept["gates"], name: entry}
+    kept["gates"] = {**kept["gates"], below(name, keeper): entry}
     setattr(config, CONFIG_KEY, kept)
+    return homes[keeper]
 
 
 def check_restored(model: PreTrainedModel) -> None:

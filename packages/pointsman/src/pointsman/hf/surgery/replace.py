@@ -16,27 +16,10 @@ from pointsman.hf.counterpart import correction_bias
 from pointsman.hf.gates import Gate, no_gate, survey
 from pointsman.hf.layouts import LAYOUTS, Form, first_k
 from pointsman.hf.surgery.attention import check_implementation, find_attention, trace
-from pointsman.hf.surgery.notes import (
-    CONFIG_KEY,
-    FORMAT,
-    Start,
-    below,
-    check_restored,
-    home_of,
-    homes_of,
-    keeper_of,
-    note,
-)
+from pointsman.hf.surgery.materialize import plain_gates
+from pointsman.hf.surgery.notes import CONFIG_KEY, FORMAT, Start, below, check_restored, home_of, homes_of, note
 from pointsman.hf.surgery.routed import ClassRule, MixedRule, StrengthMixer, become, routed_class, weightless_class
-from pointsman.hf.surgery.scorers import (
-    HyperDelta,
-    adapted,
-    assigned,
-    check,
-    has_own_rule,
-    plain_gate,
-    shared_by_default,
-)
+from pointsman.hf.surgery.scorers import HyperDelta, adapted, assigned, check, has_own_rule, shared_by_default
 from pointsman.hf.surgery.state import ForwardState
 from pointsman.routers.frame.registry import build_router, parse_spec, split_specs
 from pointsman.routers.frame.router import Router
@@ -106,9 +89,7 @@ def replace_routers(model: nn.Module, spec: str | Sequence[str], *, start: Start
     for gate, home, router in built:
         _attach(gate.module, gate.form, router)
         _inform(homes[home], below(gate.name, home), gate.module, states.setdefault(home, ForwardState()))
-        keeper = keeper_of(gate.name, [gate.name for gate in gates], homes)
-        note(homes[keeper], below(gate.name, keeper), gate.form, router, start)
-        _keep_precise(homes[keeper])
+        _keep_precise(note(gate.name, [gate.name for gate in gates], homes, gate.form, router, start))
     return model
 
 
@@ -239,23 +220,15 @@ def say_what_was_saved(model: PreTrainedModel) -> None:
     if not gates or model in _said:
         return
     _said.add(model)
-    with torch.no_grad():
-        mixed = (gate for gate in gates if _has_mixed(gate.pointsman) or plain_gate(gate) is None)
-        lost = sorted({gate.pointsman.spec for gate in mixed})
-    offer = (
-        f"pointsman.hf.materialize cannot make plain gates of {', '.join(lost)}"
-        if lost
-        else "for those, call pointsman.hf.materialize(model) before saving"
-    )
+    offer = "for those, call pointsman.hf.materialize(model) before saving"
+    try:
+        plain_gates(model)
+    except ValueError as error:
+        offer = f"plain gates cannot be made of these routers ({error})"
     logger.warning(
         "save_pretrained: processes that do not import pointsman.hf give this checkpoint random gates (%d layers); %s",
-        len(gates),
-        offer,
-    )
-
-
-def _has_mixed(router: Any) -> bool:
-    return router.mix is not None and bool(router.mix.strength())
+        len(gates), offer,
+    )  # fmt: skip
 
 
 def install() -> None:

@@ -1,14 +1,14 @@
 """The routing context of a mixer in a Hugging Face model: batch shape, padding mask, cache, earlier tokens.
 
 The blocks flatten the hidden states before the gate. A pre-hook on the model records shape, mask and cache. The mixer's
-state of earlier tokens lives in a weak map with the key-value cache as the key.
+state of earlier tokens is an attribute of the key-value cache, so that a copy of the cache has it, too.
 """
 
 from __future__ import annotations
 
 import inspect
-import weakref
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from pointsman.routing import RouterState, Routing, RoutingContext
 
 CACHE = ("cache", "past_key_values")
 """The cache's name in calls and outputs, from transformers 5.24 on and before."""
+CARRIES = "pointsman_carries"
+"""The attribute of a cache: `ForwardState` -> id of the gate -> what its mixer carries on."""
 REORDERED = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices")
 
 
@@ -29,7 +31,6 @@ class ForwardState:
         self.padding: Tensor | None = None
         self.cache: Any = None
         self.fresh: dict[int, RouterState] = {}
-        self.carries: weakref.WeakKeyDictionary[Any, dict[int, RouterState]] = weakref.WeakKeyDictionary()
         self.attention: dict[int, Any] = {}
         self.pending = 0
         self.handles: list[RemovableHandle] = []
@@ -88,11 +89,9 @@ class ForwardState:
         if kind != "DynamicCache":
             raise ValueError(f"a mixing router works with a DynamicCache; {kind} is not supported")
         length = int(self.cache.get_seq_length())
-        carries = self.carries.get(self.cache)
-        if carries is None:
-            if length:
-                raise ValueError("the cache was filled without this router, which has no state of those tokens")
-            return
+        carries = self._carries()
+        if length and not carries:
+            raise ValueError("the cache was filled without this router, which has no state of those tokens")
         for carry in carries.values():
             batch, tokens = next(iter(carry.values())).shape[:2]
             if (batch, tokens) != (self.shape[0], length):
@@ -100,6 +99,10 @@ class ForwardState:
                     f"the cache holds {self.shape[0]} x {length} tokens, the mixing router {batch} x {tokens}: cropped "
                     "or reordered caches are not supported"
                 )
+
+    def _carries(self) -> dict[int, RouterState]:
+        found: dict[int, RouterState] = getattr(self.cache, CARRIES, {}).get(self, {})
+        return found
 
     def context(self, gate: Any, hidden: Tensor) -> tuple[Tensor, RoutingContext]:
         """The gate's input as [B, T, dim], and its router's context."""
@@ -115,10 +118,7 @@ class ForwardState:
                 f"a mixing router expects {self.shape} sequences and tokens, its gate received "
                 f"{list(hidden.shape[:-1])}: call the model, not the block"
             )
-        past = None
-        if self.cache is not None and self.cache in self.carries:
-            past = self.carries[self.cache].get(id(gate))
-        attention = self.attention.get(id(gate))
+        past, attention = self._carries().get(id(gate)), self.attention.get(id(gate))
         context = RoutingContext(padding_mask=self.padding, past=past, attention=attention)
         return hidden.reshape(*self.shape, hidden.shape[-1]), context
 
@@ -132,19 +132,16 @@ class ForwardState:
         if cache is None and not isinstance(output, tuple):
             cache = next((found for name in CACHE if (found := getattr(output, name, None)) is not None), None)
         if cache is not None and self.fresh:
-            if cache not in self.carries:
+            if not hasattr(cache, CARRIES):
                 _refuse_reordering(cache)
-            self.carries[cache] = self.fresh
+                setattr(cache, CARRIES, WeakKeyDictionary())
+            getattr(cache, CARRIES)[self] = self.fresh
         self.fresh, self.cache, self.attention = {}, None, {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without caches, for a copy of the model."""
+        """The state without what a forward was given, for a copy of the model."""
         empty: dict[str, Any] = {"fresh": {}, "cache": None, "attention": {}, "padding": None, "shape": None}
-        return {**self.__dict__, **empty, "carries": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.carries = weakref.WeakKeyDictionary()
+        return {**self.__dict__, **empty}
 
 
 def _refuse_reordering(cache: Any) -> None:
