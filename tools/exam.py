@@ -18,13 +18,13 @@ from scipy.stats import rankdata
 from pointsman import list_routers
 from pointsman._errors import RunError, Stopped
 from pointsman_lab._files import read_json, write_whole
-from pointsman_lab._grid import NONE, Grid, wrapped
+from pointsman_lab._grid import Grid, wrapped
 from pointsman_lab.cli.progress import Display, stop_on_signals
 from pointsman_lab.exam import exam
 from pointsman_lab.exam.card import Card
 from pointsman_lab.exam.cell import is_whole
 from pointsman_lab.exam.exam import PLAN, RECORD, Plan, collect, examine, read_record, written_record
-from pointsman_lab.exam.scores import QUICK, TASKS, Cells, accept, difference, mean_of_runs, tasks
+from pointsman_lab.exam.scores import QUICK, TASKS, Cells, difference, mean_of_runs, tasks
 from pointsman_lab.exam.student import ROWS
 from pointsman_lab.report.cell import metric
 from pointsman_lab.report.results import tidy
@@ -34,9 +34,6 @@ from tools.results.evidence import tuned_rows
 
 ROOT = Path(__file__).parents[1]
 PAPERS = ("smoe", "hyperrouter", "xmoe", "smoe-dropout", "loss-free")
-OF_PAPERS = {"hyperrouter": "HyperRouter", "xmoe": "X-MoE", "smoe+similarity": "Similarity-Inform",
-             "smoe+attention": "Attention-Inform"}  # fmt: skip
-SIGNS = {1: "ahead of", 0: "not significantly different from", -1: "behind"}
 FIRST = ("oracle", "plain", "dense", *PAPERS, "hash", "smoe:balance=0.01", "thor")
 MIXED = ("smoe+similarity", "smoe+uniform", "smoe+shuffled", "loss-free+similarity", "loss-free+uniform",
          "loss-free+shuffled", "smoe+attention")  # fmt: skip
@@ -51,7 +48,7 @@ NEWER = ("languages", "pooled")
 DRAWS = 2000
 LEAST_ROUTERS = 5
 ENOUGH_ROUTERS = 10
-"""With fewer a bootstrap over routers has too short intervals, and the first line says nothing of prediction."""
+"""With fewer a bootstrap over routers has too short intervals, and the first line does not count the pair."""
 CHANCE = (*ROWS, "hash", "thor")
 
 
@@ -93,39 +90,15 @@ def text(cells: Cells, tasks: Sequence[str], rows: Sequence[str], measured: Mapp
     card = Card(tasks, cells, rows)
     found = correlations(card, measured)
     enough = [row for row in found if row[4] >= ENOUGH_ROUTERS]
-    predicts = [row for row in enough if row[5]]
-    if not enough:
-        first = (
-            "Whether the exam predicts comparisons of trained models is not known yet: no comparison shares "
-            f"{ENOUGH_ROUTERS} routers with it (the most is {max((row[4] for row in found), default=0)}). The rank "
-            "correlations at the end of the page describe these few routers."
-        )
-    elif predicts:
-        first = (
-            f"{len(predicts)} of {len(enough)} pairs of a task and a comparison of trained models have a rank "
-            "correlation whose interval is on one side of 0 (about one in twenty would by chance)."
-        )
-    else:
-        first = (
-            "No task's scores are shown to correlate with a comparison of trained models. What the exam is still good "
-            "for: it says on which known structure a router fails, and why."
-        )
-    rules = {task: accept(cells, task, [row for row in rows if row not in CHANCE]) for task in tasks}
-    verdicts = Grid(
-        ["task", "floor", "oracle", "plain", "near the floor", "plain far", "the pair that differs most", "stays"],
-        [
-            [task, *(_number(rule.get(key)) for key in ("floor", "oracle", "plain")),
-             *(_yes(task, rule[key]) for key in ("near", "apart")),
-             " - ".join(rule["differ"]) if rule["differ"] else NONE, _yes(task, rule["accepted"], "a reference")]
-            for task, rule in rules.items()
-        ],
-    )  # fmt: skip
+    first = (
+        f"{sum(row[5] for row in enough)} of {len(enough)} pairs of a task and a comparison of trained models have a "
+        "rank correlation whose interval is on one side of 0 (about one in twenty would by chance)."
+    )
     shown = [
         [task, name, f"{rho:+.2f}", f"{low:+.2f} to {high:+.2f}", str(count)]
         for task, name, rho, (low, high), count, _ in found
     ]
     ranks = Grid(["task", "comparison", "Spearman's rho", "95 %", "routers"], shown, labels=2)
-    paragraphs = [f"### {task}\n\n{paragraph(cells, task, card.rows)}" for task in tasks]
     newer = " and ".join(f"`{name}`" for name in NEWER if name in {*tasks, *card.rows})
     later = f" ({LATER} for {newer})" if newer else ""
     return "\n\n".join(
@@ -136,7 +109,7 @@ def text(cells: Cells, tasks: Sequence[str], rows: Sequence[str], measured: Mapp
             card.markdown().strip(),
             "Which of the papers' claims hold here: [claims](../results/claims.md), family exam. The list was written "
             "when the first scores had been seen.",
-            "## Which tasks stay", verdicts.markdown(), "## What was learned", *paragraphs, *behind(cells),
+            "## The best of each task", "\n".join(f"- {best(cells, task, card.rows)}" for task in tasks),
             "## Does the exam predict?",
             "Rank correlation over routers of mean scores and mean figures (k = 2 where it was evaluated); the "
             f"interval is a bootstrap over routers, {DRAWS} draws, not corrected for the number of pairs.",
@@ -145,59 +118,20 @@ def text(cells: Cells, tasks: Sequence[str], rows: Sequence[str], measured: Mapp
     ) + "\n"  # fmt: skip
 
 
-def paragraph(cells: Cells, task: str, rows: Sequence[str]) -> str:
-    """A task's question, and what its figures say."""
+def best(cells: Cells, task: str, rows: Sequence[str]) -> str:
+    """The best router of a task, and which others are not significantly worse."""
     card = Card([task], cells, rows)
     means = {row: score for row in rows if row not in CHANCE and (score := card.score(task, row)) is not None}
-    said = [TASKS[task].asks]
     if not means:
-        return " ".join([*said, "No router has been examined."])
-    order = sorted(means, key=lambda row: -means[row])
-    best, others = order[0], order[1:]
-    agreement = mean_of_runs(cells, task, best, "ami")
-    said.append(f"The best is `{best}` with {card.text_of(task, best)} (mutual information {_number(agreement)}).")
-    level = [row for row in others if difference(cells, task, best, row, len(others)).sign == 0]
-    worse = [row for row in others if difference(cells, task, best, row, len(others)).sign == 1]
-    if level:
-        said.append(f"Not significantly different: {', '.join(f'`{row}`' for row in level)}.")
-    if worse:
-        said.append(
-            f"Worse: {len(worse)} of the {len(others)} others; the worst is `{worse[-1]}` with "
-            f"{card.text_of(task, worse[-1])}."
-        )
-    told = []
-    for row in [one for one in OF_PAPERS if one in means and "smoe" in means]:
-        place = SIGNS[difference(cells, task, row, "smoe", len(OF_PAPERS)).sign or 0]
-        told.append(f"{OF_PAPERS[row]} is {place} it ({card.text_of(task, row)})")
-    if told:
-        said.append(f"`smoe` has {card.text_of(task, 'smoe')}: {', '.join(told)}.")
-    for row, what in (("dense", "the dense layer"), ("thor", "chance (`thor`)")):
-        if card.score(task, row) is not None:
-            said.append(f"{what[0].upper()}{what[1:]} has {card.text_of(task, row)}.")
-    below = [row for row in order if means[row] < 0]
-    if 2 * len(below) > len(order):
-        said.append(f"Worse than one expert: {len(below)} of {len(order)}.")
-    elif below:
-        said.append(f"Worse than one expert: {', '.join(f'`{row}`' for row in below)}.")
-    refused = [row for row in rows if "refused" in cells.get((task, row), {})]
-    if refused:
-        said.append(f"Cannot take the task: {', '.join(f'`{row}`' for row in refused)}.")
-    return " ".join(said)
-
-
-def behind(cells: Cells) -> list[str]:
-    """Why two published routers are behind one expert on most tasks."""
-    if not cells.keys() >= {("clusters", "relu"), ("clusters", "soft")}:
-        return []
-    curve = dict(cells["clusters", "relu"]["runs"]["0"]["curve"])
-    best, last = min(curve, key=lambda step: curve[step]), max(curve)
-    return [
-        "### Two rows that are behind one expert",
-        f"`relu` learns `clusters` at first: after {best} of {last} steps {curve[best]:.2f} of the variance is not "
-        "explained (seed 0). Then its penalty, which grows until a token has one expert, takes this away: "
-        f"{curve[last]:.2f} at the end. `soft` gives each expert weighted means of tokens, and here every token "
-        "needs a map of its own vector.",
-    ]
+        return f"`{task}`: no router has been examined."
+    first, *others = sorted(means, key=lambda row: -means[row])
+    agreement = mean_of_runs(cells, task, first, "ami")
+    signs = {row: difference(cells, task, first, row, len(others)).sign for row in others}
+    level = ", ".join(f"`{row}`" for row, sign in signs.items() if sign == 0)
+    told = f"`{task}`: `{first}` with {card.text_of(task, first)}"
+    told += "" if agreement is None else f" (mutual information {agreement:.3f})"
+    told += f". Not significantly different: {level}" if level else ""
+    return f"{told}. Worse: {sum(sign == 1 for sign in signs.values())} of the {len(others)} others."
 
 
 def results(folder: Path) -> dict[str, dict[str, float]]:
@@ -243,15 +177,6 @@ def spearman(pairs: Sequence[tuple[float, float]]) -> float:
     first, second = (ranks - ranks.mean() for ranks in rankdata(pairs, axis=0).T)
     spread = math.sqrt(first @ first * (second @ second))
     return float(first @ second) / spread if spread else 0.0
-
-
-def _yes(task: str, holds: bool, reference: str = NONE) -> str:
-    """A verdict of the rule, which says nothing of a task whose best routing is not known."""
-    return ("yes" if holds else "no") if TASKS[task].known else reference
-
-
-def _number(value: float | None) -> str:
-    return NONE if value is None else f"{value:.3f}"
 
 
 if __name__ == "__main__":

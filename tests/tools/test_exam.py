@@ -27,12 +27,9 @@ def test_the_page_says_what_the_figures_say() -> None:
              for row, value in values.items()}  # fmt: skip
     cells["clusters", "soft"] = {"refused": "soft: every token uses all experts", "runs": {}}
     page = text(cells, ["clusters"], [*values, "soft"], {"models": dict.fromkeys(values, 1.0)})
-    assert page.splitlines()[2].startswith("Whether the exam predicts comparisons of trained models is not known")
-    assert "The best is `smoe` with 0.80" in page
-    assert "Worse: 2 of the 2 others; the worst is `switch`" in page
-    assert "Worse than one expert: `switch`" in page
-    assert "`smoe` has 0.80 ± 0.00: X-MoE is behind it (0.50 ± 0.00)." in page
-    assert "Cannot take the task: `soft`" in page
+    assert page.splitlines()[2].startswith("0 of 0 pairs of a task and a comparison")
+    assert "- `clusters`: `smoe` with 0.80 ± 0.00 (mutual information 0.900). Worse: 2 of the 2 others." in page
+    assert "| `soft` | refused |" in page
     assert "Too few routers are in both" in page
 
 

@@ -108,10 +108,3 @@ class AnyK(Parts):
 
     def centres(self, generator: torch.Generator) -> Tensor:
         return F.pad(directions(generator, self.number, self.dim // 2), (0, self.dim // 2))
-
-    def least(self, world: World) -> float:
-        def variance(first: int) -> Tensor:  # of the parts from this one on; they are blind to the centres
-            left = torch.einsum("cw,cwde->cde", world["shares"][:, first:], world["parts"][:, first:])
-            return left.square().sum((1, 2)).mean()
-
-        return float(sum(variance(k) for k in self.judged_at) / variance(0)) / len(self.judged_at)

@@ -1,29 +1,21 @@
-"""The tasks by name, their scores by seed, (plain - row) / (plain - oracle), and the rule by which a task stays."""
+"""The tasks by name, and their scores by seed, (plain - row) / (plain - oracle)."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from itertools import combinations
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._values import finite
 from pointsman_lab.data.catalog import data_folder
 from pointsman_lab.exam import clusters, parts, sequences
-from pointsman_lab.exam.student import ROWS
 from pointsman_lab.exam.task import Task
 from pointsman_lab.report.cell import Paired
 
 Cells = Mapping[tuple[str, str], Mapping[str, Any]]
 
-NEAR = 0.02
-"""How near its floor an oracle must come: 2 % of the variance, or of the floor of a cross-entropy."""
-APART = 10
-"""How many times further from the floor `plain` must stay."""
-LEAST_SEEDS = 8
 _SEED = re.compile("0|[1-9][0-9]{0,8}")
 
 TASKS: dict[str, Task] = {
@@ -102,29 +94,3 @@ def difference(cells: Cells, task: str, first: str, second: str, comparisons: in
     """Differences of two rows' scores, seed by seed."""
     a, b = scores(cells, task, first), scores(cells, task, second)
     return Paired([a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())], comparisons)
-
-
-def accept(cells: Cells, task: str, published: Sequence[str]) -> dict[str, Any]:
-    """Whether a task stays: its oracle is within `NEAR` of the floor, `plain` is `APART` times further from it, and two
-    published routers differ, corrected for the number of pairs, over 8 seeds.
-
-    Returns:
-        near, apart, differ (the pair that differs most, or None), oracle, plain and floor (means over seeds), accepted.
-    """
-    oracle, plain = values(cells, task, "oracle"), values(cells, task, "plain")
-    one = TASKS[task]
-    floors = {seed: one.least(one.world(seed)) if one.known else math.nan for seed in oracle}
-    seeds = sorted(oracle.keys() & plain.keys())
-    if not seeds:
-        return {"accepted": False, "near": False, "apart": False, "differ": None}
-    floor, least, most = (sum(of[seed] for seed in seeds) / len(seeds) for of in (floors, oracle, plain))
-    rows = [row for row in published if row not in ROWS and len(scores(cells, task, row)) >= LEAST_SEEDS]
-    pairs = list(combinations(rows, 2))
-    found = {pair: difference(cells, task, *pair, comparisons=len(pairs)) for pair in pairs}
-    apart = {pair: abs(paired.mean or 0) for pair, paired in found.items() if paired.sign}
-    near, far = abs(least - floor) <= NEAR, most - floor >= APART * abs(least - floor)
-    differ = max(apart, key=lambda pair: apart[pair]) if apart else None
-    return {
-        "near": near, "apart": far, "differ": differ, "floor": floor if one.known else None, "oracle": least,
-        "plain": most, "accepted": near and far and differ is not None,
-    }  # fmt: skip

@@ -122,10 +122,6 @@ class Task:
         error = (weight * (output.double() - targets).square()).sum()
         return float(error / (weight * (targets - mean).square()).sum())
 
-    def least(self, world: World) -> float:
-        """The floor: the oracle's least value."""
-        return 0.0
-
     def judge(self, curve: Mapping[int, float]) -> float:
         """The primary measure of a run from its values by step."""
         return curve[max(curve)]
