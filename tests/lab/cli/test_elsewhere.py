@@ -134,6 +134,12 @@ def test_a_module_that_was_imported_before(file: Path, monkeypatch: pytest.Monke
             "the name 'smoe' is taken: pointsman.routers.papers.topk registers it",
         ),
         (SOURCE.replace("sharpness", "balance"), "mine.py", "every router has an option 'balance'"),
+        (
+            SOURCE.replace('"mine"', '"oracle"'),
+            "mine.py",
+            "a router or mixer cannot be called 'oracle': it is reserved",
+        ),
+        (SOURCE.replace('"mine"', '"a|b"'), "mine.py", "called 'a|b': allowed is a word without any of : @ + | , ="),
     ],
 )
 def test_what_cannot_be_imported_is_one_line(

@@ -5,7 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pointsman_lab.models.cost import Protocol, cost_a_token, cost_row, cost_table, inference_flops, parameter_table
+from pointsman import build_router
+from pointsman.routers.papers.topk import LinearScorer
+from pointsman_lab.models.cost import (
+    Protocol,
+    cost_a_token,
+    cost_row,
+    cost_table,
+    inference_flops,
+    parameter_table,
+    router_products,
+)  # fmt: skip
 from pointsman_lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 from pointsman_lab.registry import find_preset, preset_config
 
@@ -60,6 +70,15 @@ def test_look_ups_and_what_is_generated_cost_no_products(router, same):
     one, other = (cost_row(replace(SMALL, router=spec), [2]).flops[2] for spec in (router, same))
     light = 2 * 4 * 1280 * 16 * 50 if router == "stable" else 0
     assert one == other + light
+
+
+def test_what_a_scorer_says_of_its_cost(monkeypatch):
+    def products(spec):
+        return router_products(build_router(spec, dim=8, num_experts=4, vocab_size=16))
+
+    wide = products("smoe")
+    monkeypatch.setattr(LinearScorer, "cost", lambda self: 5 * self.weight.shape[0])
+    assert (wide, products("smoe"), products("smoe@mask")) == (32, 20, 20)
 
 
 def test_no_token_has_more_than_the_experts_that_its_id_sees():

@@ -25,7 +25,7 @@ class Counting(Selector):
 
     def __init__(self, num_experts: int, kind: str) -> None:
         super().__init__()
-        self.kind, self.needs_step_end = kind, kind != "undeclared"
+        self.kind, self.needs_step_end = kind, kind not in ("undeclared", "counts steps")
         self.bias: Tensor
         self.register_buffer("bias", torch.zeros(num_experts))
 
@@ -43,9 +43,12 @@ class Counting(Selector):
             counts = counts + (len(real) - real.sum()) / len(counts)
         if self.kind == "in the forward" and self.training:
             self.bias += 0.01
-        return Selection(experts, probs.gather(-1, experts), statistics={"counts": counts} if self.training else {})
+        gathers = self.training and self.kind != "counts steps"
+        return Selection(experts, probs.gather(-1, experts), statistics={"counts": counts} if gathers else {})
 
     def step_end(self) -> None:
+        if self.kind == "counts steps":
+            self.bias.add_(1)
         if self.sums:
             counts = self.sums["counts"]
             self.bias.add_(0.01 * torch.sign(counts.mean() - counts))
@@ -99,6 +102,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Case]:
         ("all tokens", steps.statistics),
         ("mean", steps.statistics),
         ("undeclared", steps.state_moves_where_declared),
+        ("counts steps", steps.state_moves_where_declared),
         ("in the forward", steps.state_moves_where_declared),
         ("closes over a parameter", steps.losses_of_their_own),
         ("grows with the tokens", steps.losses_of_their_own),

@@ -1,6 +1,7 @@
 """Where routers met values that ran into limits: saturated gates, full experts, padding, copies by `.data`."""
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -11,7 +12,17 @@ import pointsman
 from pointsman import MoE, RoutingContext, build_router, freeze, materialize, step_end, track_steps
 from pointsman.auxiliary import balance, token_mean
 from pointsman.ops.kernels import PLAIN, Kernels, using
-from pointsman.routers.frame.registry import parse_spec
+from pointsman.routers.frame.registry import (
+    BASELINES,
+    MIXERS,
+    ROUTERS,
+    Entry,
+    LayerSpec,
+    parse_spec,
+    register_mixer,
+    register_router,
+)  # fmt: skip
+from pointsman.routers.frame.stages import Stages
 
 
 @pytest.mark.parametrize(
@@ -186,7 +197,7 @@ def test_a_copy_and_a_wrapped_optimizer_forget_no_step(recwarn: pytest.WarningsR
 
 
 def test_a_mask_in_place_of_a_context_and_an_objective_that_nobody_computes() -> None:
-    with pytest.raises(ValueError, match=r"smoe: context is a Tensor: write RoutingContext\(padding_mask=…\)"):
+    with pytest.raises(ValueError, match=r"smoe: context is a Tensor: give RoutingContext\(padding_mask=…\)"):
         MoE(8, 8, 4)(torch.randn(1, 3, 8), torch.ones(1, 3, dtype=torch.bool))
     layer = MoE(8, 8, 4, router="thor")
     other = MoE(8, 8, 4, router="thor")
@@ -259,3 +270,23 @@ def test_shapes_alone_in_every_dtype(tokens: int, dtype: torch.dtype, kernels: K
     with torch.device("meta"), using(kernels):
         output = MoE(16, 32, 4).to(dtype)(torch.empty(2, tokens, 16, dtype=dtype))
     assert (output.shape, output.dtype, output.is_meta) == ((2, tokens, 16), dtype, True)
+
+
+@pytest.mark.parametrize("name", [*BASELINES, "oracle", "all", "", "a b", "a:b", "a@b", "a+b", "a|b", "a,b", "a=b"])
+def test_a_name_that_no_spec_could_reach(name: str) -> None:
+    def build(layer: LayerSpec) -> Stages:
+        raise NotImplementedError
+
+    for register in (register_router, register_mixer):
+        with pytest.raises(ValueError, match=f"a router or mixer cannot be called '{re.escape(name)}'"):
+            register(name, paper="none")(build)  # type: ignore[operator]
+    assert name not in ROUTERS | MIXERS
+
+
+def test_a_router_without_options_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(layer: LayerSpec) -> Stages:
+        raise NotImplementedError
+
+    monkeypatch.setitem(ROUTERS, "bare", Entry("bare", build, "", ""))
+    with pytest.raises(ValueError, match=r"'bare' has no option 'gates': allowed: none$"):
+        parse_spec("bare:gates=sigmoid@loss-free")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,10 @@ from pointsman import Routing, RoutingContext
 from pointsman.routers.frame import registry
 from pointsman.routers.frame.registry import LayerSpec
 from pointsman.routers.frame.router import Router
-from pointsman.routers.frame.stage_values import Scores
+from pointsman.routers.frame.stage_values import Loss, LossInput, Scores
 from pointsman.routers.frame.stages import Selector, Stages
 from pointsman.routers.papers.topk import LinearScorer
-from pointsman.testing import Case, check_router, layer, test_router
+from pointsman.testing import Case, check_router, layer, routing, test_router
 
 
 class Flat(LinearScorer):
@@ -43,12 +44,53 @@ class Crash(LinearScorer):
         return super().forward(hidden, context)
 
 
+class Nothing(LinearScorer):
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Any:
+        super().forward(hidden, context)
+
+
+class Sees(LinearScorer):
+    """Logits that are not numbers."""
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
+        return super().forward(hidden, context) * torch.nan
+
+
+class FourTimes(Selector):
+    """4 k experts, which `cost` tells or not."""
+
+    ragged = True
+
+    def __init__(self, told: bool) -> None:
+        super().__init__()
+        self.told = told
+
+    def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
+        weights, experts = scores.probs.flatten(0, 1).sort(-1, descending=True)
+        beyond = torch.arange(experts.shape[-1]) >= 4 * k
+        return experts.masked_fill(beyond, -1), weights.masked_fill(beyond, 0)
+
+    def cost(self, batch: int, tokens: int, k: int, dim: int) -> tuple[float, int]:
+        return tokens * k * (4 if self.told else 1), 0
+
+
+def with_loss(layer: LayerSpec, loss: Callable[[LossInput], Tensor]) -> Stages:
+    return Stages(LinearScorer(layer.dim, layer.num_experts), losses={"own": Loss(loss, 0.1)})
+
+
 @pytest.fixture
 def add(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, build in {
         "flat": lambda layer: Stages(Flat(layer.dim, layer.num_experts)),
         "twice": lambda layer: Stages(LinearScorer(layer.dim, layer.num_experts), select=Twice()),
         "crash": lambda layer: Stages(Crash(layer.dim, layer.num_experts)),
+        "nothing": lambda layer: Stages(Nothing(layer.dim, layer.num_experts)),
+        "sees": lambda layer: Stages(Sees(layer.dim, layer.num_experts)),
+        "more": lambda layer: Stages(LinearScorer(layer.dim, layer.num_experts), select=FourTimes(False)),
+        "told": lambda layer: Stages(LinearScorer(layer.dim, layer.num_experts), select=FourTimes(True)),
+        "vector": lambda layer: with_loss(layer, lambda given: given.logits.sum(-1)),
+        "number": lambda layer: with_loss(layer, lambda given: 0.5),  # type: ignore[arg-type,return-value]
+        "nan": lambda layer: with_loss(layer, lambda given: given.logits.mean() * torch.nan),
     }.items():
         build.__annotations__["layer"] = LayerSpec
         monkeypatch.setitem(registry.ROUTERS, name, registry.Entry(name, build, "", ""))
@@ -70,11 +112,22 @@ def test_a_router_that_keeps_the_contract() -> None:
         ("flat", "flat breaks the contract: .*gradient.*score.weight: the gradient is 0"),
         ("twice", "twice breaks the contract: .*no token has an expert twice.*an expert twice at one token"),
         ("crash", "crash breaks the contract: .*no token .* are routed .*RuntimeError: no tokens"),
+        ("nothing", "nothing: the scorer returned a NoneType, not logits or Scored"),
+        ("sees", "k=1: logits: NaN"),
+        ("more", "k=1: 4 experts a token; Selector.cost must say so"),
+        ("vector", r"vector: the loss 'own' must be a scalar tensor, got \[33\]"),
+        ("number", "number: the loss 'own' must be a scalar tensor, got float"),
+        ("nan", "k=1: own: NaN"),
     ],
 )
 def test_a_broken_promise_is_named(spec: str, says: str) -> None:
     with pytest.raises(AssertionError, match=says):
         check_router(spec)
+
+
+@pytest.mark.usefixtures("add")
+def test_more_than_k_experts_that_are_declared() -> None:
+    routing.shapes_and_sums(Case("told", num_experts=6))
 
 
 def detached(routing: Routing) -> Routing:

@@ -38,4 +38,4 @@ def did_you_mean(name: object, allowed: Iterable[str]) -> str:
     known = sorted(allowed)
     near = get_close_matches(str(name), known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"{hint}allowed: {', '.join(known)}"
+    return f"{hint}allowed: {', '.join(known) or 'none'}"

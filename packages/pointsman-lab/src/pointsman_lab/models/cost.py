@@ -20,6 +20,7 @@ from pointsman.control import undecayed
 from pointsman.layer import MoE
 from pointsman.routers.frame.registry import has_one_k
 from pointsman.routers.frame.router import Router
+from pointsman.routers.frame.stages import Scorer
 from pointsman_lab.models.attention import Attention
 from pointsman_lab.models.blocks import FeedForward
 from pointsman_lab.models.config import ModelConfig, build_model
@@ -159,16 +160,20 @@ def cost_a_token(config: ModelConfig, length: int, memory: int) -> dict[str, int
 
 @torch.no_grad()
 def router_products(router: Router) -> int:
-    """Multiply-accumulates of the router's scores of one token.
+    """Multiply-accumulates of one token's scores: what scorers say (`Scorer.cost`), and the entries of other matrices.
 
     A generated router costs what the linear one costs that it generates, once, before inference; a look-up nothing.
     """
-    if (plain := router.score.plain_linear()) is not None:
+    scorers = [part for part in router.score.modules() if isinstance(part, Scorer)]
+    told: dict[Scorer, int] = {part: cost for part in scorers if (cost := part.cost()) is not None}
+    if not told and (plain := router.score.plain_linear()) is not None:
         return plain[0].numel()
     generated = {part: make()[0] for part in router.score.modules() if (make := getattr(part, "generate", None))}
     apart = undecayed(router.score) | {id(buffer) for part in generated for buffer in part.buffers()}
-    tensors = [*router.score.parameters(), *router.score.buffers(), *generated.values()]
-    return sum(one.numel() for one in tensors if one.dim() > 1 and one.is_floating_point() and id(one) not in apart)
+    apart |= {id(one) for part in told for one in (*part.parameters(), *part.buffers())}
+    tensors: list[Tensor] = [*router.score.parameters(), *router.score.buffers(), *generated.values()]
+    counted = (one for one in tensors if one.dim() > 1 and one.is_floating_point() and id(one) not in apart)
+    return sum(told.values()) + sum(one.numel() for one in counted)
 
 
 def cost_row(config: ModelConfig, top_k: Iterable[int], protocol: Protocol = PAPERS) -> CostRow:

@@ -72,13 +72,8 @@ def attention_trace(hidden: Tensor, heads: int = 2, width: int = 5) -> Attention
 
 def segment(whole: AttentionTrace, start: int, stop: int) -> AttentionTrace:
     """The trace of tokens `start:stop` in a model that keeps all earlier tokens in its memory."""
-    return replace(
-        whole,
-        query=whole.query[:, :, start:stop],
-        key=whole.key[:, :, :stop],
-        value=whole.value[:, :, :stop],
-        output=whole.output[:, start:stop],
-    )
+    query, output = whole.query[:, :, start:stop], whole.output[:, start:stop]
+    return replace(whole, query=query, key=whole.key[:, :, :stop], value=whole.value[:, :, :stop], output=output)
 
 
 def fixed_responses(hidden: Tensor, num_experts: int) -> Responses:
@@ -90,11 +85,10 @@ def fixed_responses(hidden: Tensor, num_experts: int) -> Responses:
 def context_for(router: Router, hidden: Tensor, **fields: object) -> RoutingContext:
     """A context with everything that the router needs."""
     needs = router.needs
+    ids = (torch.arange(hidden.shape[1]) % VOCABULARY).expand(hidden.shape[:2])
     context = RoutingContext(
         attention=attention_trace(hidden) if "attention" in needs else None,
-        token_ids=(torch.arange(hidden.shape[1]) % VOCABULARY).expand(hidden.shape[:2])
-        if "token_ids" in needs
-        else None,
+        token_ids=ids if "token_ids" in needs else None,
         responses=fixed_responses(hidden, router.num_experts) if router.score.needs_responses else None,
         below={
             name: torch.linspace(-1, 1, width).to(hidden.dtype).expand(*hidden.shape[:2], width)

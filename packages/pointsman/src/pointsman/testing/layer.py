@@ -48,14 +48,11 @@ def nothing_to_do(case: Case) -> None:
             expect(output.shape == hidden.shape, f"{batch} sequences of {length} tokens: {list(output.shape)}")
             add_losses(output.sum(), layer).backward()  # type: ignore[no-untyped-call]
             step_end(layer)
-            found = [("the input", hidden.grad), *((name, one.grad) for name, one in layer.named_parameters())]
-            for name, gradient in found:
-                finite = gradient is None or bool(torch.isfinite(gradient).all())
-                expect(finite, f"{batch} sequences of {length} tokens: {name}: a gradient that is not finite")
-            for name, buffer in layer.router.named_buffers():
-                expect(
-                    bool(torch.isfinite(buffer).all()), f"{batch} sequences of {length} tokens: {name} is not finite"
-                )
+            gradients = [("the input", hidden.grad), *((name, one.grad) for name, one in layer.named_parameters())]
+            found = [*((f"the gradient of {name}", one) for name, one in gradients), *layer.router.named_buffers()]
+            for name, one in found:
+                finite = one is None or bool(torch.isfinite(one).all())
+                expect(finite, f"{batch} sequences of {length} tokens: {name} is not finite")
 
 
 def activation_checkpointing(case: Case) -> None:
@@ -251,16 +248,10 @@ def compiles_in_training(case: Case, backend: str = "aot_eager") -> None:
         add_losses(output.square().mean(), layer).backward()  # type: ignore[no-untyped-call]
         step_end(layer)
         assert hidden.grad is not None
-        named = {f"the gradient of {name}": one.grad for name, one in layer.named_parameters()}
-        found.append(
-            {
-                "the output": output.detach(),
-                "the input's gradient": hidden.grad,
-                **{name: one for name, one in named.items() if one is not None},
-                **{f"the loss {name!r}": one for name, one in losses(layer)[""].items()},
-                **{f"the buffer {name}": one for name, one in layer.router.named_buffers()},
-            }
-        )
+        named = {f"the gradient of {name}": one.grad for name, one in layer.named_parameters() if one.grad is not None}
+        named |= {f"the loss {name!r}": one for name, one in losses(layer)[""].items()}
+        named |= {f"the buffer {name}": one for name, one in layer.router.named_buffers()}
+        found.append({"the output": output.detach(), "the input's gradient": hidden.grad, **named})
     plain, other = found
     missing = sorted(plain.keys() ^ other.keys())
     expect(not missing, f"only with or only without torch.compile: {', '.join(missing)}")

@@ -32,19 +32,17 @@ def sums_to_one(router: Router) -> bool:
 
 
 def shapes_and_sums(case: Case) -> None:
-    """At every k, experts and weights are [tokens, k], probs and logits [tokens, E]; no token has an expert twice."""
+    """At every k, experts and weights are [tokens, k], probs and logits [tokens, E]; no token has an expert twice.
+
+    Nothing is NaN, and a token has no more experts on average than k, or than `Selector.cost` says.
+    """
     router, tokens = case.router().eval(), case.batch * case.length
     for k in values_of_k(router):
         set_top_k(router, k)
         routing = route(router, case.hidden())
-        chosen_width = k if not any_width(router, routing) else routing.experts.shape[-1]
-        widths = {
-            "experts": chosen_width,
-            "weights": chosen_width,
-            "probs": case.num_experts + len(router.virtual),
-            "logits": case.num_experts + len(router.virtual),
-        }
-        for name, width in widths.items():
+        chosen = k if not any_width(router, routing) else routing.experts.shape[-1]
+        every = case.num_experts + len(router.virtual)
+        for name, width in (("experts", chosen), ("weights", chosen), ("probs", every), ("logits", every)):
             shape = list(getattr(routing, name).shape)
             expect(shape == [tokens, width], f"k={k}: {name} must be {[tokens, width]}, got {shape}")
         expect(routing.experts.dtype == torch.int64, f"k={k}: experts must be int64, got {routing.experts.dtype}")
@@ -52,9 +50,14 @@ def shapes_and_sums(case: Case) -> None:
         expect(most < case.num_experts, f"k={k}: expert {most} of {case.num_experts}")
         expect(least >= (-1 if drops(router) or not routing.requested else 0), f"k={k}: expert {least}")
         for row in routing.experts:
-            chosen = row[row >= 0]
-            expect(chosen.unique().numel() == chosen.numel(), f"k={k}: an expert twice at one token: {row.tolist()}")
-        expect(bool((routing.probs >= 0).all()), f"k={k}: a probability below 0")
+            taken = row[row >= 0]
+            expect(taken.unique().numel() == taken.numel(), f"k={k}: an expert twice at one token: {row.tolist()}")
+        mean, rows = int((routing.experts >= 0).sum()) / tokens, router.select.cost(case.batch, tokens, k, case.dim)[0]
+        cap = max(k, rows / tokens) + case.num_experts / case.length  # experts may round their share of tokens up
+        expect(not routing.requested or mean <= cap, f"k={k}: {mean:.3g} experts a token; Selector.cost must say so")
+        for name, one in [("logits", routing.logits), *routing.losses.items()]:
+            expect(not bool(one.isnan().any()), f"k={k}: {name}: NaN")
+        expect(bool((routing.probs >= 0).all()), f"k={k}: a probability below 0, or NaN")
         if sums_to_one(router):
             expect_close(routing.probs.sum(-1), torch.ones(tokens), f"k={k}: the sum of probs")
         if getattr(router.select, "renormalize", False) and not drops(router):

@@ -22,6 +22,9 @@ BASELINES = {
 }
 """Baselines without a router: models build them, `compare` lists them."""
 
+RESERVED = {*BASELINES, "oracle", "all"}
+"""Names that no router or mixer can have: `pointsman exam` has a row "oracle", and takes "all" for every router."""
+
 
 def has_one_k(spec: str) -> bool:
     """Whether k is always the number of experts: a baseline, or a router with `fixed_k`."""
@@ -196,6 +199,9 @@ COMMON = Entry("all", _common, inspect.getdoc(_common) or "", "")
 
 def _add(table: dict[str, Entry], new: Entry) -> None:
     """Registers `new`; the same function of the same file may come again, as when a notebook's cell runs again."""
+    if new.name in RESERVED or not re.fullmatch(r"[^\s:@+|,=]+", new.name):
+        told = "it is reserved" if new.name in RESERVED else "allowed is a word without any of : @ + | , ="
+        raise ValueError(f"a router or mixer cannot be called {new.name!r}: {told}")
     for known in (ROUTERS.get(new.name), MIXERS.get(new.name)):
         if known is not None and _place(known.choose or known.build) != _place(new.choose or new.build):
             raise ValueError(
@@ -238,8 +244,8 @@ def register_router(
         fixed_k: whether every token uses all experts, so that k is E and cannot be set.
 
     Raises:
-        ValueError: another router or mixer has that name, an option of the function has no type or is one of every
-            router, or `needs` or `defaults` has an unknown name.
+        ValueError: another router or mixer has that name, it is reserved or no name in specs, an option of the function
+            has no type or is one of every router, or `needs` or `defaults` has an unknown name.
     """
 
     def add(function: Callable[..., Stages]) -> Callable[..., Stages]:

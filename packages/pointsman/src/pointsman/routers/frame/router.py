@@ -15,7 +15,7 @@ from pointsman import auxiliary
 from pointsman.ops.linear import autocast_enabled, upcast
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.frame.entries import LayerSpec
-from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores, Selection, Stage, Tensors
+from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores, Selection, Stage, Tensors, scalar
 from pointsman.routers.frame.stages import Mixer, Selector, Stages
 from pointsman.routers.frame.steps import Balance, after_the_choice
 from pointsman.routing import RouterState, Routing, RoutingContext, check_padding_mask
@@ -93,9 +93,7 @@ class Router(nn.Module):
         """Routes hidden states [B, T, dim] (or [tokens, dim]: one sequence)."""
         context = PLAIN_CONTEXT if context is None else context
         if not isinstance(context, RoutingContext):
-            raise ValueError(
-                f"{self.spec}: context is a {type(context).__name__}: write RoutingContext(padding_mask=…)"
-            )
+            raise ValueError(f"{self.spec}: context is a {type(context).__name__}: give RoutingContext(padding_mask=…)")
         if hidden.dim() == 2:
             hidden, ids = hidden.unsqueeze(0), context.token_ids
             context = context if ids is None else replace(context, token_ids=ids.reshape(1, -1))
@@ -150,7 +148,9 @@ class Router(nn.Module):
         if mix is not None or not getattr(score, "accepts_half", False):
             hidden = upcast(hidden)
         found = score(hidden, context)
-        scored = found if isinstance(found, Scored) else Scored(found)
+        if not isinstance(found, Tensor | Scored):
+            raise ValueError(f"{self.spec}: the scorer returned a {type(found).__name__}, not logits or Scored(…)")
+        scored = Scored.of(found)
         logits, unmixed, carry = scored.logits, None, None
         if (columns := logits.shape[-1]) != (needed := self.num_experts + len(self.virtual)):
             raise ValueError(f"{self.spec}: the scores are of {columns} experts, not of {needed}: use layer.columns")
@@ -181,8 +181,8 @@ class Router(nn.Module):
         every = {"balance": Loss(self.balancing, self.balance), "z_loss": Loss(_z_loss, self.z_loss), **self.losses}
         if self.balance:
             _add(statistics, "balancing", self.balancing.statistics(given))
-        weighted = ((name, loss) for name, loss in every.items() if loss.weight)
-        return {name: loss.weight * self.ranks.part(loss.function(given)) for name, loss in weighted}
+        found = ((name, one.weight, one.function(given)) for name, one in every.items() if one.weight)
+        return {name: weight * self.ranks.part(scalar(value, self.spec, name)) for name, weight, value in found}
 
     def without_limit(self) -> None:
         """Takes the limit of capacity away."""

@@ -200,5 +200,13 @@ class Loss(NamedTuple):
     weight: float
 
 
+def scalar(value: Tensor, spec: str, loss: str) -> Tensor:
+    """What a loss of a router returned; ValueError unless it is a scalar."""
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        told = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{spec}: the loss {loss!r} must be a scalar tensor, got {told}")
+    return value
+
+
 Step = Callable[[Selection, LossInput], Selection]
 """What a router does with a selection after the choice: to drop, scale or combine it otherwise."""

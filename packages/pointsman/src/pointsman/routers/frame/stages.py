@@ -64,6 +64,10 @@ class Scorer(Stage):
         """Name and width of the tensors [B, T, width] that it reads of `RoutingContext.below` if they are there."""
         return {}
 
+    def cost(self) -> int | None:
+        """Multiply-adds of one token's scores; None: as many as its matrices, buffers too, have entries."""
+        return None
+
     def plain_linear(self) -> tuple[Tensor, Tensor | None] | None:
         """Weight [E, dim] and bias [E] of the linear router with the same logits; None where there is none."""
         return None

@@ -254,7 +254,5 @@ def ratio(found: Tensor, wanted: Tensor) -> tuple[float, float]:
     found, wanted = found.reshape(-1), wanted.reshape(-1)
     if float(found.norm()) == 0:
         return 0.0, 0.0
-    return (
-        float(found @ wanted / (wanted @ wanted)),
-        float(torch.nn.functional.cosine_similarity(found, wanted, dim=0)),
-    )
+    cosine = nn.functional.cosine_similarity(found, wanted, dim=0)
+    return float(found @ wanted / (wanted @ wanted)), float(cosine)
