@@ -30,7 +30,7 @@ from pointsman_lab.report.cell import metric
 from pointsman_lab.report.results import tidy
 from pointsman_lab.runs.comparison import read_comparison
 from pointsman_lab.runs.paths import COMPARISON
-from tools.results.evidence import tuned_rows
+from tools.results.claims_file import tuned_rows
 
 ROOT = Path(__file__).parents[1]
 PAPERS = ("smoe", "hyperrouter", "xmoe", "smoe-dropout", "loss-free")

@@ -26,8 +26,7 @@ from pointsman_lab.report.task_table import TaskTable, finetunings, variants
 from pointsman_lab.runs.comparison import Comparison, read_comparison
 from pointsman_lab.training.tune import CURVE, edges
 from tools.results.claims import Page, Tested
-from tools.results.claims_file import CLAIMS, read_toml
-from tools.results.evidence import tuned_rows
+from tools.results.claims_file import CLAIMS, read_toml, tuned_rows
 from tools.results.measures import DIAGNOSED, UNITS, Measure
 from tools.results.trends import read_trends, write_trends
 

@@ -1,7 +1,6 @@
 """claims.md: each claim of the papers beside a paired test, a control and a verdict; made from comparison directories.
 
-`claims_file.py` says how claims are written, `evidence.py` what the records hold of them, `inference.py` how they are
-judged.
+`claims_file.py` says how claims are written and what the records hold of them, `inference.py` how they are judged.
 """
 
 from __future__ import annotations
@@ -19,10 +18,14 @@ from pointsman_lab.exam.exam import record
 from pointsman_lab.report.cell import LEAST_SEEDS
 from pointsman_lab.runs.comparison import Comparison, read_comparison
 from pointsman_lab.runs.paths import COMPARISON
-from tools.results.claims_file import CLAIMS, Claim, Family, read_claims, read_toml
-from tools.results.evidence import (
+from tools.results.claims_file import (
+    CLAIMS,
+    Claim,
+    Family,
     check_cost,
     check_tuned,
+    read_claims,
+    read_toml,
     tuned_claim,
     tuned_rows,
     unit_of,
