@@ -35,6 +35,19 @@ RUN = [
 ]  # fmt: skip
 
 
+LOOKS_AHEAD = SOURCE.replace("Stages(LinearScorer", "Stages(Ahead").replace(
+    "@register",
+    """
+class Ahead(LinearScorer):
+    def forward(self, hidden, context):
+        return super().forward(hidden, context).roll(-1, 1)
+
+
+@register""",
+)
+OF_COMPARE = ["--routers", "smoe,mine", *RUN[2:]]
+
+
 def forget() -> None:
     """As if the process were a new one."""
     registry.ROUTERS.pop("mine", None)
@@ -152,6 +165,22 @@ def test_what_cannot_be_imported_is_one_line(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert says in lines[0]
+
+
+@pytest.mark.parametrize(
+    "command", [["train", *RUN], ["compare", *OF_COMPARE], ["exam", "mine", "--tasks", "clusters"]]
+)
+def test_a_router_that_looks_ahead_and_does_not_say_so_is_not_trained(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("the pointsman sets the points; the wagon leaves on its track.\n" * 400)
+    file.write_text(LOOKS_AHEAD)
+    data = [] if command[0] == "exam" else ["--data", str(tmp_path / "text.txt")]
+    assert main([*command, *data, "--import", str(file), "--out", str(tmp_path / "run")]) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "mine breaks the contract: `causal`" in told
+    assert "declared causal in evaluation, but experts before token 1 changed with token 1" in told
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_module_named_like_a_file_nearby_is_told_of_it(

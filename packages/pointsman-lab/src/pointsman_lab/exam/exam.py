@@ -16,9 +16,11 @@ from pointsman.routers.frame.registry import parse_spec
 from pointsman_lab._files import alone, checksum, parse_json, read_json, write_whole
 from pointsman_lab.exam.cell import VERSION, count, fill, is_whole, read_cell
 from pointsman_lab.exam.scores import TASKS
+from pointsman_lab.exam.student import ROWS
+from pointsman_lab.exam.task import Task
 from pointsman_lab.progress import Progress, Stop, check_stop
 from pointsman_lab.runs.compact import rounded
-from pointsman_lab.runs.imports import import_named
+from pointsman_lab.runs.imports import check_imported, import_named
 from pointsman_lab.training.jobs import Work, do_all
 
 PLAN, RECORD = "exam.json", "record.jsonl"
@@ -130,8 +132,9 @@ def examine(
         Stopped: `stop` was set; every run that ended is kept.
     """
     for row in plan.rows:
-        if row not in ("oracle", "plain", "dense"):
+        if row not in ROWS:
             parse_spec(row)
+    check_imported([row for row in plan.rows if row not in ROWS], Task.dim, Task.experts)
     whole = merged(plan, out)
     with alone(out):
         sources = (read_json(out / PLAN) or {}).get("sources", {})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pointsman._errors import RunError
@@ -61,6 +61,30 @@ def import_remembered(names: Sequence[str]) -> list[str]:
         if name not in refused:
             import_routers(name)
     return refused
+
+
+def check_imported(specs: Iterable[str], dim: int, num_experts: int) -> None:
+    """Proves that routers of other packages are as causal and batch invariant as they declare, in small forwards.
+
+    Raises:
+        RunError: one is not, with the line of the contract.
+    """
+    from pointsman.routers.frame.registry import BASELINES, entry, parse_spec, split_specs
+    from pointsman.testing import Case, flags
+    from pointsman.testing.contract import hold
+
+    for spec in dict.fromkeys(one for cycled in specs for one in split_specs(cycled)):
+        parsed = parse_spec(spec)
+        names = [name for name in (parsed.router, parsed.choice, parsed.mixer) if name and name not in BASELINES]
+        builds = [build for name in names for build in (entry(name).build, entry(name).choose) if build]
+        if all(build.__module__.startswith("pointsman.") for build in builds):
+            continue
+        case = Case(spec, dim, num_experts, must_show=False)
+        try:
+            hold(case, (flags.causal_flag, flags.batch_invariant_flag))
+        except (AssertionError, ValueError) as broken:
+            if isinstance(broken.__cause__, AssertionError):  # another error is of these sizes, or training meets it
+                raise RunError(str(broken)) from None
 
 
 def remember(name: str) -> None:

@@ -28,7 +28,7 @@ from pointsman_lab.progress import Progress, Quiet, Stop
 from pointsman_lab.registry import OLDEST, family
 from pointsman_lab.runs.compact import restore
 from pointsman_lab.runs.comparison import read_plan, write_node, write_plan
-from pointsman_lab.runs.imports import import_named
+from pointsman_lab.runs.imports import check_imported, import_named
 from pointsman_lab.runs.paths import COMPARISON, EVALUATION, run_path
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.directory import RunDirectory
@@ -172,6 +172,7 @@ def compare(
     task = one_after_another(ranks, lambda: pretraining_task(plan.base, data_progress))
     task.check(plan.base)
     check_models([plan.config(router, 0) for router in plan.routers], task, layout or Layout(ranks.count))
+    check_imported(plan.routers, plan.base.model.dim, plan.base.model.num_experts)
     every = [(router, seed) for seed in plan.seeds for router in plan.routers]
 
     def finished(router: str, seed: int) -> bool:  # its checkpoints need not be there any more

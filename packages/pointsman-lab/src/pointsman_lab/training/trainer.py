@@ -27,6 +27,7 @@ from pointsman_lab.runs.checkpoints import (
     remove_leftovers,
 )
 from pointsman_lab.runs.environment import differing_bits, environment
+from pointsman_lab.runs.imports import check_imported
 from pointsman_lab.runs.paths import ENVIRONMENT, EVALUATION, VOCABULARY
 from pointsman_lab.training.checkpoint import misfit, stored_tensors
 from pointsman_lab.training.config import RunConfig
@@ -92,6 +93,7 @@ def train(
     progress = progress if progress and ranks.first else Quiet()
     directory = RunDirectory(out)
     if task is None:
+        check_imported([config.model.router], config.model.dim, config.model.num_experts)
         task = one_after_another(ranks, lambda: pretraining_task(config))
     config = task.prepared(config)
     ranks.agree(_what_ranks_share(config, task, layout, out, resume), "the settings")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -75,13 +75,17 @@ def check_router(spec: str, dim: int = 16, num_experts: int = 4) -> None:
     check_spec(spec)
     if num_experts < 2:
         raise ValueError(f"check_router: num_experts={num_experts}: allowed are whole numbers from 2")
-    case = Case(spec, dim, num_experts)
+    hold(Case(spec, dim, num_experts), CHECKS)
+
+
+def hold(case: Case, checks: Sequence[Check]) -> None:
+    """Runs these checks; AssertionError: the first broken promise. Random state stays as it is."""
     with torch.random.fork_rng(devices=[]):
         case.router()
-        for check in CHECKS:
+        for check in checks:
             torch.manual_seed(0)
             try:
                 check(case)
             except Exception as error:
                 found = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
-                raise AssertionError(f"{spec} breaks the contract: {promise(check)} ({found})") from error
+                raise AssertionError(f"{case.spec} breaks the contract: {promise(check)} ({found})") from error
