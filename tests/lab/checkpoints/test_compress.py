@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -75,18 +76,32 @@ def test_experts_that_give_out_nothing_are_pruned(method: str) -> None:
     assert all(groups == [[0], [2], [3], [5], [7]] for groups in found.kept.values())
 
 
-def test_frequency_keeps_the_frequent_and_a_super_expert_stays() -> None:
+def test_frequency_keeps_the_frequent() -> None:
     model = spread(zoo.tiny_model("mixtral"))
     gates = find_gates(model)
     groups, counts = plan(model, gates, batches(), 4, "frequency")
     assert counts is not None
     for layer, count in counts.items():
         assert {group[0] for group in groups[layer]} == set(count.topk(4).indices.tolist())
-    least = int(counts[gates[0].layer].argmin())
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "random"])
+def test_super_experts_stay_as_they_are(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = spread(zoo.tiny_model("mixtral"))
+    gates = find_gates(model)
+    _, counts = plan(model, gates, batches(), 4, "frequency")
+    assert counts is not None
+    rare = counts[gates[0].layer].topk(3, largest=False).indices.tolist()
     with torch.no_grad():
-        gates[0].experts.down_proj[least].mul_(1e4)
-    groups, _ = plan(model, gates, batches(), 4, "frequency")
-    assert [least] in groups[gates[0].layer]
+        gates[0].experts.down_proj[rare] *= 1e4
+    if method == "search":  # every swap lowers the loss
+        falling = itertools.count(0, -1)
+        monkeypatch.setattr("pointsman_lab.checkpoints.choosing.mean_of", lambda rows: next(falling))
+    groups, _ = plan(model, gates, batches(), 4, method)
+    assert all([one] in groups[gates[0].layer] for one in rare)
+    if method != "hc-smoe":  # which joins them where there are more than places
+        groups, _ = plan(model, gates, batches(), 2, method)
+        assert {group[0] for group in groups[gates[0].layer]} <= set(rare)
 
 
 @pytest.mark.parametrize("method", ["hc-smoe", "m-smoe"])
@@ -160,6 +175,35 @@ def test_distillation_leaves_what_the_original_shares() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     name = next(name for name in before if name.endswith("router.scale"))
     assert not torch.equal(smaller.state_dict()[name], before[name])
+
+
+def test_random_prunings_are_healed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    healed = []
+
+    def counting(model: Any, smaller: Any, batches: Any, steps: int) -> Any:
+        healed.append(steps)
+        return distil(model, smaller, batches, steps)
+
+    monkeypatch.setattr(sys.modules[compress.__module__], "distil", counting)
+    model = spread(zoo.tiny_model("mixtral"))
+    found = compress(model, tokenizer(), texts(8), length=16, heal=2, random=2)
+    assert healed == [2, 2, 2]
+    assert "2 random prunings, distilled alike." in " ".join(found.markdown().split())
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in found.model.parameters())
+
+
+def test_distillation_in_bf16_moves_the_weights_by_steps_below_their_rounding() -> None:
+    model = spread(zoo.tiny_model("mixtral"))
+    with torch.no_grad():
+        for gate in find_gates(model):
+            gate.experts.down_proj.normal_().sign_().mul_(0.1)  # bf16 has no number within 2e-4 of it
+    model.to(torch.bfloat16)
+    smaller = cut(model, find_gates(model), {gate.layer: [[0], [2], [5], [7]] for gate in find_gates(model)})
+    before = find_gates(smaller)[0].experts.down_proj.detach().clone()
+    distil(model, smaller, batches(4), 10)  # of 1e-4 each
+    assert (find_gates(smaller)[0].experts.down_proj != before).float().mean() > 0.5
+    assert {parameter.dtype for parameter in smaller.parameters()} == {torch.bfloat16}
+    assert smaller.model.embed_tokens.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
 
 
 def mixed(model: Any) -> tuple[Any, Any]:
@@ -249,6 +293,15 @@ def test_uneven_layers_under_one_budget(method: str, monkeypatch: pytest.MonkeyP
     assert [gate.num_experts for gate in find_gates(smaller)] == list(numbers.values())
 
 
+def test_a_class_that_fixes_k_is_verified_at_it_and_a_sick_model_is_refused() -> None:
+    model = spread(zoo.tiny_model("phimoe"))
+    assert [row["top_k"] for row in compress(model, tokenizer(), texts(8), length=16).quality] == [2]
+    with torch.no_grad():
+        find_gates(model)[0].experts.down_proj.fill_(torch.nan)
+    with pytest.raises(ValueError, match="compress: the model's loss is nan"):
+        compress(model, tokenizer(), texts(8), length=16)
+
+
 def test_an_uneven_model_is_verified_beside_an_even_one_and_stays_a_model(tmp_path: Path) -> None:
     model = spread(zoo.tiny_model("deepseek_v3"))
     model.config.output_router_logits = True  # adds up the layers' logits where a class has the loss
@@ -283,6 +336,7 @@ def test_an_uneven_model_is_verified_beside_an_even_one_and_stays_a_model(tmp_pa
         ("mixtral", {"batch_size": 0}, "compress: batch_size=0"),
         ("mixtral", {"max_tokens": 0}, "compress: max_tokens=0"),
         ("mixtral", {"texts": "w1 w2"}, "texts: 'text' is one string"),
+        ("mixtral", {"texts": ["w1", "w2"]}, "there is no held-out text with a loss"),
     ],
 )
 def test_what_cannot_be_done_is_refused(name: str, change: dict[str, Any], says: str) -> None:

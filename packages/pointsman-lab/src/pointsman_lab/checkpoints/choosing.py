@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from pointsman_lab.checkpoints.outputs import Observed, expert_sums
 from pointsman_lab.checkpoints.text import TEXT, TextBatch
 
 SUPER = 10.0
-"""An expert whose largest output is more than SUPER times the median expert's is always kept."""
+"""An expert whose largest output is more than SUPER times the median expert's goes last, and is merged last."""
+FIRST = 1e9  # added to the score of such an expert
 SWAPS = 64  # of `search`
 
 METHODS = {
@@ -44,6 +45,9 @@ def plan(
 ) -> tuple[dict[str, list[list[int]]], dict[str, Tensor] | None]:
     """Layer -> the groups that this method makes of its experts; layer -> [E], how often each was chosen.
 
+    Every method but `random` keeps the experts with outputs far above the others' (`SUPER`) as they are; where they
+    are too many, its own order decides among them.
+
     Args:
         kept: experts a layer, on average.
         least: of any layer; None: every layer keeps `kept`.
@@ -62,60 +66,72 @@ def plan(
             found.mask = (batch.kinds == TEXT).reshape(-1)
             measured(model, [batch])
     counts = {layer: of.count for layer, of in found.layers.items()}
+    middle = torch.cat([of.peak for of in found.layers.values()]).median()
+    first = {layer: of.peak > SUPER * middle for layer, of in found.layers.items()}
     if method == "hc-smoe":
-        return _clusters({layer: of.everywhere for layer, of in found.layers.items()}, counts, least, total), counts
+        everywhere = {layer: of.everywhere for layer, of in found.layers.items()}
+        return _clusters(everywhere, counts, first, least, total), counts
     if method == "m-smoe":
-        heads = _best(gates, counts, least, total)
-        return {layer: _joined(alike[layer], heads[layer]) for layer in heads}, counts
-    best = _best(gates, _scores(gates, found, "reap" if method == "search" else method), least, total)
+        heads = _best(gates, counts, least, total, first)
+        return {layer: _joined(alike[layer], heads[layer], first[layer]) for layer in heads}, counts
+    best = _best(gates, _scores(found, "reap" if method == "search" else method), least, total, first)
     groups = {layer: [[one] for one in experts] for layer, experts in best.items()}
-    return _searched(model, gates, groups, batches, seed, least) if method == "search" else groups, counts
+    return _searched(model, gates, groups, batches, seed, least, first) if method == "search" else groups, counts
 
 
 def drawn(gates: Sequence[Gate], numbers: Mapping[str, int], seed: int) -> dict[str, list[list[int]]]:
     """As many experts of each layer, at random."""
     generator = torch.Generator().manual_seed(seed)
     scores = {gate.layer: torch.rand(gate.num_experts, generator=generator) for gate in gates}
-    best = (_best([gate], scores, numbers[gate.layer], numbers[gate.layer]) for gate in gates)
+    none = {layer: torch.zeros(len(score), dtype=torch.bool) for layer, score in scores.items()}
+    best = (_best([gate], scores, numbers[gate.layer], numbers[gate.layer], none) for gate in gates)
     return {layer: [[one] for one in experts] for found in best for layer, experts in found.items()}
 
 
 def at_random(
-    model: nn.Module, gates: Sequence[Gate], keep: Keep, batches: Sequence[TextBatch], count: int, seed: int = 0
+    model: nn.Module,
+    gates: Sequence[Gate],
+    keep: Keep,
+    batches: Sequence[TextBatch],
+    count: int,
+    seed: int = 0,
+    heal: Callable[[Any], Any] = lambda smaller: smaller,
 ) -> tuple[list[float], Rows]:
-    """The losses of random prunings that keep as many experts of each layer, and the mean of their rows."""
+    """The losses of random prunings that keep as many experts of each layer, healed, and the mean of their rows."""
     numbers = {layer: len(groups) for layer, groups in keep.items()}
-    lost = [measured(cut(model, gates, drawn(gates, numbers, seed + 1 + one)), batches) for one in range(count)]
+    prunings = (drawn(gates, numbers, seed + 1 + one) for one in range(count))
+    lost = [measured(heal(cut(model, gates, groups)), batches) for groups in prunings]
     mean = [(sum(one[0] for one in each) / count, each[0][1]) for each in zip(*lost, strict=True)]
     return [mean_of(each) for each in lost], mean
 
 
-def _scores(gates: Sequence[Gate], found: Observed, method: str) -> dict[str, Tensor]:
+def _scores(found: Observed, method: str) -> dict[str, Tensor]:
     """Layer -> [E]; the smallest are pruned."""
     scores = {}
-    peaks = torch.cat([found.layers[gate.layer].peak for gate in gates])
-    for gate in gates:
-        of = found.layers[gate.layer]
+    for layer, of in found.layers.items():
         count = of.count.clamp_min(1)
-        score = {
+        scores[layer] = {
             "reap": of.weighted / count,
             "frequency": of.count,
             "norm": of.weighted,
             "mean": of.square - of.output.square().sum(1) / count,
         }[method]
-        scores[gate.layer] = torch.where(of.peak > SUPER * peaks.median(), float("inf"), score)
     return scores
 
 
-def _best(gates: Sequence[Gate], scores: Mapping[str, Tensor], least: int, total: int) -> dict[str, list[int]]:
+def _best(
+    gates: Sequence[Gate], scores: Mapping[str, Tensor], least: int, total: int, first: Mapping[str, Tensor]
+) -> dict[str, list[int]]:
     """The `total` experts with the best scores, at least `least` a layer, as many of each of a layer's groups.
 
     Layers are compared by the share that an expert has of the scores of its layer: their sizes differ with depth.
+    Those of `first` (layer -> [E] bool) go before all others.
     """
     order, steps, numbers = {}, [], {}
     for gate in gates:
         score, groups = scores[gate.layer].double(), groups_of(gate)
-        share = score / score.masked_fill(score.isinf(), 0.0).sum().clamp_min(1e-30)
+        share = score / score.masked_fill(first[gate.layer], 0.0).sum().clamp_min(1e-30)
+        share = share + FIRST * first[gate.layer]
         ranked = share.view(groups, -1).sort(dim=-1, descending=True, stable=True)
         order[gate.layer] = ranked.indices + torch.arange(groups)[:, None] * (len(score) // groups)
         numbers[gate.layer] = least // groups
@@ -129,10 +145,10 @@ def _best(gates: Sequence[Gate], scores: Mapping[str, Tensor], least: int, total
     return {layer: sorted(ranked[:, : numbers[layer]].flatten().tolist()) for layer, ranked in order.items()}
 
 
-def _joined(alike: Tensor, heads: Sequence[int]) -> list[list[int]]:
-    """Every other expert joins that of `heads` whose router logits are most similar (cosine)."""
+def _joined(alike: Tensor, heads: Sequence[int], first: Tensor) -> list[list[int]]:
+    """Every other expert joins that of `heads` whose router logits are most similar (cosine), of `first` at last."""
     norm = alike.diagonal().clamp_min(1e-30).sqrt()
-    cosine = alike / torch.outer(norm, norm)
+    cosine = alike / torch.outer(norm, norm) - FIRST * first
     groups = {head: [head] for head in heads}
     for one in range(len(norm)):
         if one not in groups:
@@ -141,17 +157,19 @@ def _joined(alike: Tensor, heads: Sequence[int]) -> list[list[int]]:
 
 
 def _clusters(
-    outputs: Mapping[str, Tensor], counts: Mapping[str, Tensor], least: int, total: int
+    outputs: Mapping[str, Tensor], counts: Mapping[str, Tensor], first: Mapping[str, Tensor], least: int, total: int
 ) -> dict[str, list[list[int]]]:
     """Agglomerative clustering of mean outputs [E, dim] with average linkage, the most frequent member first.
 
-    The two nearest clusters of any layer with more than `least` are joined, distances as a share of the layer's mean.
+    The two nearest clusters of any layer with more than `least` are joined, distances as a share of the layer's mean;
+    those with experts of `first` at last.
     """
     far = {layer: torch.cdist(each, each) for layer, each in outputs.items()}
     groups = {layer: [[one] for one in range(len(each))] for layer, each in outputs.items()}
 
     def nearest(layer: str) -> tuple[float, str, int, int]:
         of, apart = groups[layer], far[layer] / far[layer].mean().clamp_min(1e-30)
+        apart = apart + FIRST * (first[layer][:, None] | first[layer])
         return min((float(apart[a][:, b].mean()), layer, i, j) for i, a in enumerate(of) for j, b in enumerate(of[:i]))
 
     best = {layer: nearest(layer) for layer, of in groups.items() if len(of) > least}
@@ -175,10 +193,12 @@ def _searched(
     batches: Sequence[TextBatch],
     seed: int,
     least: int,
+    first: Mapping[str, Tensor],
 ) -> dict[str, list[list[int]]]:
     """`SWAPS` random swaps of a kept and a pruned expert, each kept where the loss on the text falls.
 
     They are of one layer and group; where a layer has more than `least` experts, the other one may be of any layer.
+    An expert of `first` stays.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -188,7 +208,10 @@ def _searched(
     best = mean_of(measured(cut(model, gates, groups), batches))
     for _ in range(SWAPS):
         gate = one_of(gates)
-        out, size = one_of(groups[gate.layer]), gate.num_experts // groups_of(gate)
+        going = [group for group in groups[gate.layer] if not first[gate.layer][group[0]]]
+        if not going:
+            continue
+        out, size = one_of(going), gate.num_experts // groups_of(gate)
         free = len(groups[gate.layer]) > least and groups_of(gate) == 1
         pruned = [
             (other.layer, one)

@@ -6,8 +6,10 @@ No class of transformers 5.23 builds layers of different numbers; `uneven` bring
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -19,6 +21,7 @@ from pointsman.diagnostics.observe import evaluating
 from pointsman.hf.top_k import gate_top_k
 from pointsman_lab._grid import markdown_table, wrapped
 from pointsman_lab.checkpoints.audit.blocks import PARTS, mapped
+from pointsman_lab.checkpoints.audit.measure import values_of_k
 from pointsman_lab.checkpoints.audit.result import beats_random
 from pointsman_lab.checkpoints.audit.run import finite
 from pointsman_lab.checkpoints.audit.serving import MACHINES, served
@@ -38,7 +41,7 @@ class Compression:
         method, experts: the method, and the number of experts that a layer keeps. kept: layer -> groups (`Keep`).
         quality: by k: {"top_k", "original", "compressed", "difference": {"mean", "half"}}, on held-out text.
         domains: domain -> "difference" to the original, and to the mean of the random prunings ("random").
-        random: {"losses", "difference"}: random prunings of the same size, and this one minus their mean.
+        random: {"losses", "difference"}: random prunings of the same size, healed alike, and this one minus their mean.
         routing: layer -> {"stays": share of the original's choices whose expert is kept, "effective", "dead"}.
         serving: `AuditResult`'s, before and after.
         even: with `uneven`: the loss minus that of the same method with as many experts in every layer; else None.
@@ -105,7 +108,8 @@ class Compression:
         lines += [
             markdown_table(["k", "original", "compressed", "difference"], rows), "",
             markdown_table(["text", "against the original", "against random pruning"], of), "",
-            f"Held-out text, {self.protocol['held_out']:,} tokens; {len(self.random['losses'])} random prunings. "
+            f"Held-out text, {self.protocol['held_out']:,} tokens; {len(self.random['losses'])} random prunings"
+            f"{', distilled alike' if self.protocol['heal'] else ''}. "
             f"{INTERVAL} Intervals are corrected for the number of k, and of texts.", "",
             markdown_table(["batch", "distinct", "MiB a token", "µs"], costs), "",
             "Cost to serve a token (estimate), before and after: experts of a layer that a batch needs, weights read "
@@ -133,7 +137,8 @@ def compress(
     """Prunes or merges the experts of a mixture of experts. The model is not changed.
 
     Every second row of the text calibrates, the others verify: loss by domain, the curve over k, the routing, all
-    paired with the original and with random prunings. Experts with outputs far above the others' are kept (`SUPER`).
+    paired with the original and with random prunings. Every method but `random` keeps experts with outputs far above
+    the others' as they are (`SUPER`).
 
     Args:
         texts: as `audit` takes them.
@@ -141,11 +146,13 @@ def compress(
         method: one of `METHODS`.
         uneven: layers may keep different numbers, as many as it takes to choose k at least; `experts` is their mean.
         random: the number of random prunings beside it.
-        heal: steps of distillation from the original, of gates and experts, on the calibrating text.
+        heal: steps of distillation from the original, of gates and experts, on the calibrating text; of the random
+            prunings, too.
         note: told what is done.
 
     Raises:
-        ValueError: an unknown method, a number out of range, or a class whose experts cannot be cut, by name.
+        ValueError: an unknown method, a number out of range, a class whose experts cannot be cut, by name, or a model
+            whose loss is not finite.
     """
     if method not in METHODS:
         raise ValueError(f"compress: method {method!r}: {did_you_mean(method, METHODS)}")
@@ -168,35 +175,38 @@ def compress(
     batches, domain_of = _read(model, tokenizer, texts, length, batch_size, max_tokens)
     calibrate, held_out = halves(batches)
     names = [name for name in domain_of[1::2] for _ in range(PARTS)]
+    own = gate_top_k(gates[0]).value
     with evaluating(model):
+        bases = dict[int, Rows]()
+        for k in sorted(k for k in values_of_k(model, None)[1] if k and k <= own):
+            with set_top_k(model, k):
+                bases[k] = measured(model, held_out)
+        if not sum(tokens for _, tokens in bases[own]):
+            raise ValueError("compress: there is no held-out text with a loss: at least two rows of text are needed")
+        if not math.isfinite(loss := mean_of(bases[own])):
+            raise ValueError(f"compress: the model's loss is {loss}: it overflows, or its weights are not finite")
         tell(f"calibrates on {sum(int(one.mask.sum()) for one in calibrate):,} tokens")
         align = method == "m-smoe"
         groups, counts = plan(model, gates, calibrate, kept, method, seed, least if uneven else None)
         smaller = cut(model, gates, groups, counts, align)
         equal = cut(model, gates, *plan(model, gates, calibrate, kept, method, seed), align) if uneven else None
         if heal:
-            tell(f"distils for {heal} steps")
-            for one in (smaller, equal):
-                if one is not None:
-                    distil(model, one, calibrate, heal)
+            tell(f"distils for {heal} steps, and each random pruning as long")
+        healed = partial(distil, model, batches=calibrate, steps=heal)
+        smaller, equal = healed(smaller), None if equal is None else healed(equal)
         tell(f"verifies on {sum(int(one.mask.sum()) for one in held_out):,} held-out tokens")
-        own = gate_top_k(gates[0]).value
         quality: list[dict[str, Any]] = []
         rows: Rows = ()
-        base: Rows = ()
-        curve = sorted({*(2**power for power in range(own.bit_length()) if 2**power < own), own})
-        for k in curve:
-            with set_top_k(model, k), set_top_k(smaller, k):
-                base, rows = measured(model, held_out), measured(smaller, held_out)
+        for k, base in bases.items():
+            with set_top_k(smaller, k):
+                rows = measured(smaller, held_out)
             quality.append({"top_k": k, "original": mean_of(base), "compressed": mean_of(rows),
-                            "difference": paired(rows, base, len(curve))})  # fmt: skip
-        if not rows or not sum(tokens for _, tokens in rows):
-            raise ValueError("compress: there is no held-out text with a loss: at least two rows of text are needed")
+                            "difference": paired(rows, base, len(bases))})  # fmt: skip
         even = None if equal is None else paired(rows, measured(equal, held_out))
-        losses, chance = at_random(model, gates, groups, held_out, random, seed)
+        losses, chance = at_random(model, gates, groups, held_out, random, seed, healed)
         domains = {}
         for name in (kinds := dict.fromkeys(names)):
-            of_all, of_rows, of_chance = (_of(name, names, one) for one in (base, rows, chance))
+            of_all, of_rows, of_chance = (_of(name, names, one) for one in (bases[own], rows, chance))
             domains[name] = {
                 "difference": paired(of_rows, of_all, len(kinds)), "random": paired(of_rows, of_chance, len(kinds))
             }  # fmt: skip

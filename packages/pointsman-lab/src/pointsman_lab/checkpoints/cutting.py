@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from pointsman.hf.counterpart import correction_bias
 from pointsman.hf.gates import Gate, find_gates, survey
@@ -30,8 +31,10 @@ def cuttable(model: nn.Module) -> tuple[list[Gate], int, int, int]:
     Raises:
         ValueError: why the experts of this model cannot be cut.
     """
-    gates, reasons = survey(model)
     kind = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"compress: {kind} is no class of transformers: take the model in it (PEFT: merge_and_unload)")
+    gates, reasons = survey(model)
     if reasons or not gates:
         raise ValueError(f"compress: {kind}: {(reasons or ['no gate next to experts'])[0]}")
     for gate in gates:
@@ -170,11 +173,14 @@ def _merged(tensor: Tensor, groups: Sequence[Sequence[int]], weights: Tensor | N
 
 
 @torch.enable_grad()
-def distil(model: Any, smaller: Any, batches: Sequence[TextBatch], steps: int) -> None:
-    """Trains gates and experts of the smaller model towards the distributions of the original."""
+def distil(model: Any, smaller: Any, batches: Sequence[TextBatch], steps: int) -> Any:
+    """The smaller model, its gates and experts trained in float32 towards the distributions of the original."""
+    if not steps:
+        return smaller
     trained = [p for gate in find_gates(smaller) for home in (gate.module, gate.experts) for p in home.parameters()]
-    for parameter in smaller.parameters():
-        parameter.requires_grad_(False)
+    before = [(one, one.data, one.requires_grad) for one in smaller.parameters()]
+    buffers = [(one, name, of) for one in smaller.modules() for name, of in one.named_buffers(recurse=False)]
+    smaller.float().requires_grad_(False)
     shared = {one.data_ptr() for one in model.parameters()}
     for parameter in trained:
         parameter.requires_grad_(True)
@@ -192,4 +198,10 @@ def distil(model: Any, smaller: Any, batches: Sequence[TextBatch], steps: int) -
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    smaller.requires_grad_(False)
+    for parameter, data, learns in before:  # the others share the original's memory again
+        parameter.data = parameter.data.to(data.dtype) if parameter.grad is not None else data
+        parameter.grad = None
+        parameter.requires_grad_(learns)
+    for module, name, buffer in buffers:
+        setattr(module, name, buffer)
+    return smaller
