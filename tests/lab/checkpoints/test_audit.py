@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import pointsman
 from pointsman import hf
@@ -197,6 +198,37 @@ def test_prompt_tuning_is_refused_in_one_line() -> None:
         audit(tuned, tokenizer(), texts(1), length=12)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_an_adapter_is_audited_without_prunings() -> None:
+    peft = pytest.importorskip("peft")
+    model = spread(zoo.tiny_model("mixtral"))
+    tuned = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    result = audit(tuned, tokenizer(), texts(8), length=12)
+    assert result.notes == [
+        "experts that can go left out: PeftModelForCausalLM is no class of transformers: take the model in it (PEFT: "
+        "merge_and_unload)"
+    ]
+    assert result.analyses["schedules"]
+
+
+def test_a_gate_on_the_disk_is_audited_without_costs(tmp_path: Path) -> None:
+    model = spread(zoo.tiny_model("mixtral"))
+    result = audit(model, tokenizer(), texts(8), top_k=[2], length=12)
+    pytest.importorskip("accelerate")
+    model.save_pretrained(tmp_path / "model")
+    parts = ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.norm", "lm_head")
+    places = {**dict.fromkeys(parts, "cpu"), "model.layers.1": "disk"}
+    offloaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=places, offload_folder=tmp_path / "offloaded"
+    )
+    found = audit(offloaded, tokenizer(), texts(8), length=12)
+    assert found.quality[0]["loss"] == pytest.approx(result.quality[0]["loss"])
+    why = "model.layers.1.mlp.gate: its weights are on the meta device; load them first"
+    assert f"cost to serve left out: {why}" in found.notes
+    found.save(tmp_path / "out")
+    assert not found.analyses["serving"]
+
+
 def test_findings_and_summary(tmp_path: Path) -> None:
     model = spread(zoo.tiny_model("gpt_oss"))
     gate = hf.gates.find_gates(model)[0].module
@@ -288,6 +320,8 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
         audit(model, tokenizer(), [])
     with pytest.raises(ValueError, match="from 1 to 8"):
         audit(model, tokenizer(), texts(), top_k=[9])
+    with pytest.raises(ValueError, match=r"top_k=1: allowed is a list of values of k: \[1\]"):
+        audit(model, tokenizer(), texts(), top_k=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a text is a string or"):
         audit(model, tokenizer(), [3])
     monkeypatch.setattr(sys.modules[audit.__module__], "AuditRun", None)  # refused before the first batch

@@ -55,7 +55,7 @@ def analysed(
 ) -> dict[str, Any]:
     """All parts by name; `notes` gets why one is missing."""
     layers = list(trace.layers)
-    every = survey(model)[0]
+    every, reasons = survey(model)
     gates = [gate for gate in every if gate.layer in layers]
     loads = {
         row["top_k"]: {name: (row["top_k"], of["load"]) for name, of in row["routers"].items()}
@@ -68,8 +68,12 @@ def analysed(
         "specialists": blocks.specialists(layers),
         "coverage": blocks.coverage(layers, TIMES) if layers else [],
         "across": across(trace) if layers else [],
-        "serving": serving(model, gates, loads),
+        "serving": {},
     }
+    if len(gates) == len(layers):
+        found["serving"] = serving(model, gates, loads)
+    else:
+        notes.append(f"cost to serve left out: {(reasons or ['gates that are not found'])[0]}")
     found["super_experts"], found["schedules"], found["prunings"] = [], [], []
     if probes and any(row["loss"] for row in quality):  # without a loss nothing can be tried
         search, held_out = (half if predicts(half) else [] for half in halves(probes))

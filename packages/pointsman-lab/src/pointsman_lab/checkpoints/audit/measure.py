@@ -153,6 +153,8 @@ def values_of_k(model: nn.Module, wanted: Sequence[int] | None) -> tuple[int | N
     Raises:
         ValueError: a k is out of range, or differs from the model's own where k cannot be set.
     """
+    if isinstance(wanted, int):
+        raise ValueError(f"audit: top_k={wanted}: allowed is a list of values of k: [{wanted}]")
     gates, reasons = survey(model)
     notes = [f"k cannot be set here: {reason}" for reason in reasons[:1]]
     try:
