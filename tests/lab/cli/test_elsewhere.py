@@ -210,6 +210,8 @@ def test_a_run_finds_its_router_again(file: Path, tmp_path: Path, capsys: pytest
     for command in (["evaluate", out], [*train, "--resume"]):
         assert main(command) == 2
         assert f"--import {file}" in capsys.readouterr().err
+    assert main(["report", out]) == 0  # the page, without the sample
+    assert "no sample of mine: router 'mine': the run takes it from" in capsys.readouterr().err
     assert main(["evaluate", out, "--import", str(file)]) == 0
 
 

@@ -198,3 +198,8 @@ def test_the_model_starts_with_the_first_k_of_training(
     assert RunConfig.from_dict(config.to_dict()) == config
     with pytest.raises(RunError, match=r"'model.top_k' cannot be set: it is the first k of train_top_k"):
         config.with_overrides({"model.top_k": 3})
+
+
+def test_a_single_expert(settings: Settings) -> None:
+    config = settings().with_overrides({"model.num_experts": "1", "train_top_k": "1"})
+    assert (config.model.top_k, config.eval_top_k) == (1, (1,))

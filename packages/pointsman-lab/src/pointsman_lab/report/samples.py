@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from pointsman._errors import RunError
 from pointsman.control import named_routers, set_top_k
 from pointsman.diagnostics.observe import evaluating
 from pointsman.ops.kernels import using
@@ -104,7 +103,7 @@ def collect_all(comparison: Comparison, *, note: Note | None = None, keep: bool 
             aside = None if keep else temporary_folder()
             collect_samples(run.path, out=aside)
             runs[router, run.seed] = replace(run, aside=aside)
-        except RunError as error:
+        except ValueError as error:  # a RunError, or a router that is not known here
             if note:
                 note(f"no sample of {router}: {error}")
     return replace(comparison, runs=runs)

@@ -199,7 +199,8 @@ class RunConfig:
             )
         if model.get("num_experts", self.model.num_experts) != self.model.num_experts and "eval_top_k" not in own:
             own["eval_top_k"] = ()  # the default of the new number of experts
-        return replace(self, model=replace(self.model, **model), own={**self.own, **of_task}, **own)
+        shape = replace(self.model, **{**model, "top_k": 1})  # which fits any number of experts; the schedule sets it
+        return replace(self, model=shape, own={**self.own, **of_task}, **own)
 
     def with_vocabulary(self, size: int) -> RunConfig:
         """A copy whose model has the vocabulary of the data, if it reads tokens."""
