@@ -16,7 +16,7 @@ import pytest
 from pointsman._errors import RunError
 from pointsman_lab.report import write_report
 from pointsman_lab.report.page import asset
-from pointsman_lab.report.protocol import pairing
+from pointsman_lab.report.protocol import pairing, settings
 from pointsman_lab.report.series import binned, loss, over_seeds, short_layer
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import read_comparison
@@ -168,6 +168,27 @@ def test_rows_that_cannot_be_paired_are_named(tmp_path: Path) -> None:
     assert len(notes) == 3
     assert "evaluated with different protocols" in notes[1]
     assert "(device)" in notes[2]
+
+
+def test_rows_with_settings_of_their_own_are_told(tmp_path: Path) -> None:
+    path = write_comparison(tmp_path / "c", ("smoe", "xmoe", "thor"), (0, 1))
+    for config in path.glob("runs/r1/*/config.json"):
+        config.write_text(config.read_text().replace('"learning_rate": 0.001', '"learning_rate": 0.02'))
+    rates = "learning rate: 0.001 (smoe, thor), 0.02 (xmoe)"
+    assert pairing(read_comparison(path))[-1] == (
+        f"These runs differ in {rates}: their differences are not those of the router alone."
+    )
+    plan = json.loads((path / "comparison.json").read_text())
+    plan["settings"]["learning_rate"] = 0.001
+    plan["tuned"] = {row: {"row": row, "learning_rate": rate} for row, rate in (("smoe", "1e-3"), ("xmoe", "2e-2"))}
+    (path / "comparison.json").write_text(json.dumps(plan))
+    comparison = read_comparison(path)
+    assert pairing(comparison)[-2:] == [
+        f"--tune chose settings of single rows, on seeds of its own. {rates}.",
+        "thor: not tuned, among rows that are: a difference to them may be one of the settings alone.",
+    ]
+    assert dict(settings(comparison))["learning rate"] == "0.001 (smoe, thor), 0.02 (xmoe)"
+    assert dict(settings(comparison))["steps"] == "400"
 
 
 def test_missing_jinja_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

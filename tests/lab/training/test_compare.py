@@ -42,4 +42,10 @@ def test_the_command_of_a_tuned_comparison_names_the_rows_as_asked(
     )  # fmt: skip
     assert merged(plan, tmp_path).command == "pointsman compare --routers smoe,dense --tune router_lr_scale=1,4"
     more = Plan(settings(), ("xmoe",), (0,), "pointsman compare --routers xmoe")
-    assert merged(more, tmp_path).command == "pointsman compare --routers smoe:lr_scale=4,dense,xmoe"
+    tuning = "pointsman compare --routers smoe --tune router_lr_scale=1,4"
+    both = f"{tuning}\npointsman compare --routers dense,xmoe"
+    assert merged(more, tmp_path).command == both
+    values = json.loads((tmp_path / COMPARISON).read_text())
+    (tmp_path / COMPARISON).write_text(json.dumps({**values, "routers": ["smoe:lr_scale=4"]}))
+    again = Plan(settings(), ("smoe:lr_scale=4",), (0, 1), "pointsman compare --routers smoe:lr_scale=4 --seeds 2")
+    assert merged(again, tmp_path).command == f"{tuning} --seeds 2"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pointsman._errors import RunError
@@ -151,12 +151,18 @@ def pairing(comparison: Comparison) -> list[str]:
             f"{', '.join(dense)}: no experts, so that the feed-forward weights and their dropout masks have no "
             "counterpart in the other rows; data order and the remaining initial weights still agree."
         )
-    schedules = {
-        (run.steps, str(run.config.get("train_top_k")), run.config.get("data")) for run in comparison.runs.values()
-    }
-    if len(schedules) > 1:
+    chosen = {key for of in comparison.tuned.values() for key in of}
+    told = {name: _of_rows(values) for name, values in differing(comparison).items()}
+    if other := [f"{_words(name)}: {values}" for name, values in told.items() if name not in chosen]:
+        found.append(f"These runs differ in {'; '.join(other)}: their differences are not those of the router alone.")
+    if comparison.tuned:
+        own = "; ".join(f"{_words(name)}: {values}" for name, values in told.items() if name in chosen)
         found.append(
-            "These runs differ in data, steps or schedule of k: their differences are not those of the router."
+            f"--tune chose settings of single rows, on seeds of its own. {own or 'All rows got the same ones'}."
+        )
+    if comparison.tuned and (left := [row for row in comparison.routers if row not in comparison.tuned]):
+        found.append(
+            f"{', '.join(left)}: not tuned, among rows that are: a difference to them may be one of the settings alone."
         )
     if len({_protocol_key(run) for run in comparison.runs.values() if run.done}) > 1:
         found.append("These runs were evaluated with different protocols: their figures are not comparable.")
@@ -167,6 +173,24 @@ def pairing(comparison: Comparison) -> list[str]:
             "rounding differs."
         )
     return found
+
+
+def differing(comparison: Comparison) -> dict[str, dict[str, list[str]]]:
+    """The settings of trainings in which runs differ, besides router and seed: name -> value -> its rows."""
+    from pointsman_lab.training.settings import DERIVED, NO_EFFECT_ON_TRAINING
+
+    free = {*_NO_SETTINGS, *DERIVED, *NO_EFFECT_ON_TRAINING, "seed", "model.router", "model.vocab_size"}
+    found: dict[str, dict[str, list[str]]] = {}
+    for run in comparison.runs.values():
+        for name, value in () if run.is_audit else flattened(run.config):
+            if name not in free:
+                rows = found.setdefault(name, {}).setdefault(_plain(value), [])
+                rows += [] if run.router in rows else [run.router]
+    return {name: values for name, values in found.items() if len(values) > 1}
+
+
+def _of_rows(values: Mapping[str, Sequence[str]]) -> str:
+    return ", ".join(f"{value} ({', '.join(rows)})" for value, rows in values.items())
 
 
 _NO_SETTINGS = ("format", "command", "findings")  # entries of config.json that are no settings
@@ -193,10 +217,11 @@ def stochastic(router: str) -> bool:
 
 
 def settings(comparison: Comparison) -> list[tuple[str, str]]:
-    """The settings that all runs share: (name in words, value)."""
+    """The settings of the runs: (name in words, value); where runs differ, each value with its rows."""
     source = comparison.settings if not comparison.single else next(iter(comparison.runs.values())).config
     told = ((name, value) for name, value in flattened(source) if value is not None and name not in _NO_SETTINGS)
-    return [(_words(name), _plain(value)) for name, value in told]
+    own = {} if comparison.single else {name: _of_rows(values) for name, values in differing(comparison).items()}
+    return [(_words(name), own.get(name) or _plain(value)) for name, value in told]
 
 
 def environment(comparison: Comparison) -> list[tuple[str, str]]:

@@ -133,6 +133,7 @@ class Comparison:
         planned: whether it is a comparison directory.
         shown: how tables and page show it: names, baseline, columns (`with_shown`).
         nodes: "ROUTER, seed S" -> the nodes of a cluster that trained it, one after another.
+        tuned: row -> {"row": what was asked for, setting: the value that `compare --tune` chose for it}.
     """
 
     path: Path
@@ -145,6 +146,7 @@ class Comparison:
     planned: bool = True
     shown: Mapping[str, Any] = field(default_factory=dict)
     nodes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    tuned: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def of(self, router: str) -> list[RunRecord]:
         """The runs of one router that have begun, in the order of seeds."""
@@ -176,7 +178,7 @@ def read_comparison(path: Path) -> Comparison:
     command, shown = str(plan.get("command", "")), plan.get("shown") or {}
     return Comparison(
         path, plan.get("settings", {}), routers, seeds, runs, command=command, shown=shown,
-        nodes=plan.get("nodes") or {},
+        nodes=plan.get("nodes") or {}, tuned=plan.get("tuned") or {},
     )  # fmt: skip
 
 

@@ -108,9 +108,24 @@ def merged(plan: Plan, out: Path) -> Plan:
             f"well ({'; '.join(others)}): they are then evaluated anew"
         )
     held = {**before.get("tuned", {}), **plan.tuned}
-    asked = dict.fromkeys(held.get(row, {}).get("row", row) for row in routers) if plan.tuned else routers
-    command = _whole_command(plan.command, tuple(asked), len(seeds))
+    commands = [*str(before.get("command", "")).splitlines(), plan.command]
+    command = _whole_commands(commands, {row: held.get(row, {}).get("row", "") for row in routers}, len(seeds))
     return replace(plan, routers=routers, seeds=seeds, tuned=held, command=command)
+
+
+def _whole_commands(commands: Sequence[str], asked: Mapping[str, str], seeds: int) -> str:
+    """The last command that tunes, with the rows that it was asked for, and the last that does not, with the others.
+
+    Args:
+        asked: row -> what `--tune` was asked for; "" for a row that was not tuned.
+    """
+    tuned, others = [row for row in asked.values() if row], [row for row, of in asked.items() if not of]
+    last = {any(word.partition("=")[0] == "--tune" for word in shlex.split(one)): one for one in commands}
+    if len(last) == 2 and tuned and others:
+        return "\n".join((_whole_command(last[True], tuned, seeds), _whole_command(last[False], others, seeds))).strip()
+    if True not in last or not tuned:
+        return _whole_command(commands[-1], list(asked), seeds)
+    return _whole_command(last[True], [of or row for row, of in asked.items()], seeds)
 
 
 def _whole_command(command: str, routers: Sequence[str], seeds: int) -> str:
