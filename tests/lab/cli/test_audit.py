@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from pointsman_lab.cli.audit import folder_of
 from pointsman_lab.cli.main import main
 
 pytest.importorskip("transformers")
@@ -86,15 +87,20 @@ def test_compress(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "4 of 8 experts a layer, reap" in capsys.readouterr().out
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").config.num_experts == 4
     assert json.loads((tmp_path / "half" / "compression.json").read_text())["method"] == "reap"
+    shutil.copytree(saved, tmp_path / "other")
     for more, says in [
         (["--experts", "0"], "a share between 0 and 1"),
         (["--experts", "8"], "allowed are 2 to 7"),
         (["--method", "hcsmoe"], "did you mean 'hc-smoe'"),
         (["--out", str(saved)], "this is the model to read"),
+        (["--out", str(tmp_path / "other")], "this folder holds a model, which would be overwritten"),
     ]:
         assert main([*words, "--out", str(tmp_path / "none"), *more]) == 2
         assert says in capsys.readouterr().err
         assert not (tmp_path / "none").exists()
+    record = tmp_path / "half" / "compression.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "source": "another/model"}))
+    assert main([*words, "--out", str(tmp_path / "half")]) == 2  # compressed of another model
 
 
 def test_the_model_to_compare_with_needs_no_tokenizer(saved: Path, tmp_path: Path) -> None:
@@ -105,6 +111,25 @@ def test_the_model_to_compare_with_needs_no_tokenizer(saved: Path, tmp_path: Pat
     words = ["audit", str(saved), "--data", str(text), "--device", "cpu", "--out", str(tmp_path / "out")]
     assert main([*words, "--against", str(bare), "--top-k", "2"]) == 0
     assert main([*words, "--against", str(bare), "--top-k", "2"]) == 0  # over its own results
+
+
+def test_a_model_without_a_tokenizer_takes_another_one(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(saved, bare, ignore=shutil.ignore_patterns("token*"))
+    (bare / "text").mkdir()
+    monkeypatch.chdir(bare / "text")
+    Path("text.txt").write_text("w1 w2 w3 " * 20)
+    words = ["audit", "..", "--data", "text.txt", "--device", "cpu", "--top-k", "2"]
+    assert main(words) == 2
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "no tokenizer that transformers can load" in told
+    assert told.endswith("are its files missing? (--tokenizer MODEL takes another model's)")
+    assert main([*words, "--tokenizer", str(saved)]) == 0
+    assert (tmp_path / "audit-bare" / "audit.json").is_file()  # beside the model that one stands in
+    monkeypatch.chdir(tmp_path)
+    assert folder_of("bare/.") == folder_of("a/bare") == Path("audit-bare")
 
 
 def test_without_transformers(

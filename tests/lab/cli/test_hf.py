@@ -32,12 +32,29 @@ def test_replace_and_materialize(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for words, says in [
         (["materialize", str(plain), "--out", str(tmp_path / "x")], "has a pointsman router"),
         (["materialize", str(replaced), "--out", str(replaced)], "this is the model to read"),
+        (["materialize", str(replaced), "--out", str(plain)], "this folder holds a model, which would be overwritten"),
         (["upcycle", str(stock), "--experts", "2", "--out", str(tmp_path / "x")], "no mixture of experts matches"),
     ]:
         capsys.readouterr()
         assert main(["hf", *words]) == 2
         assert says in capsys.readouterr().err
         assert not (tmp_path / "x").exists()
+
+
+def test_what_transformers_cannot_save_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zoo.tiny_model("mixtral").save_pretrained(tmp_path / "stock")
+
+    def fails(*args: object, **kwargs: object) -> None:  # as for FP8 that was loaded on a CPU
+        raise ValueError("Undefined Operation encountered!")
+
+    monkeypatch.setattr("transformers.modeling_utils.revert_weight_conversion", fails)
+    words = ["hf", "replace", str(tmp_path / "stock"), "--router", "smoe", "--out", str(tmp_path / "out")]
+    assert main(words) == 2
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "transformers cannot save this MixtralForCausalLM (Undefined Operation encountered!); if the weights" in told
+    assert not (tmp_path / "out").exists()
 
 
 def test_upcycle(tmp_path: Path) -> None:

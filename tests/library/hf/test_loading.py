@@ -27,6 +27,14 @@ def test_a_tokenizer_setting_of_a_wrong_type_is_refused_with_the_folder(tmp_path
         load_tokenizer(str(tmp_path))
 
 
+@pytest.mark.parametrize(("name", "ends"), [("mixtral", "to a fast one."), ("olmoe", "are its files missing?")])
+def test_a_model_without_a_tokenizer_is_told_in_a_whole_sentence(tmp_path: Path, name: str, ends: str) -> None:
+    zoo.tiny_model(name).config.save_pretrained(tmp_path)
+    with pytest.raises(RunError, match="no tokenizer that transformers can load: ") as told:
+        load_tokenizer(str(tmp_path))
+    assert str(told.value).endswith(ends)
+
+
 def test_encoder_decoders_are_loaded(tmp_path: Path) -> None:
     zoo.tiny_model("switch_transformers").save_pretrained(tmp_path)
     assert type(load_model(str(tmp_path))).__name__ == "SwitchTransformersForConditionalGeneration"

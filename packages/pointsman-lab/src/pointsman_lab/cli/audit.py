@@ -44,8 +44,9 @@ def parser() -> Parser:
     flags.add_argument("--answer-tokens", type=whole(1), default=256, metavar="N", help=told)
     told = "keep the experts on the disk and read one layer's at a time, for a model that does not fit in memory"
     flags.add_argument("--on-disk", action="store_true", help=told)
+    flags.add_argument("--tokenizer", metavar="MODEL", help="whose tokenizer to take (default: the model's)")
     flags.add_argument("--dtype")
-    flags.common("where the results go (default: audit-NAME)", settings="")
+    flags.common("where the results go (default: audit-NAME here; beside a model that one stands in)", settings="")
     return flags
 
 
@@ -59,13 +60,13 @@ def run(words: Sequence[str]) -> int:
     task = [] if values.task is None else list(read_task(values.task))
     if not task:
         flags.without_effect(values, ["--answer-tokens"], "without --task")
-    from pointsman.hf.loading import load_model, load_tokenizer
+    from pointsman.hf.loading import load_model
     from pointsman_lab.checkpoints import audit
     from pointsman_lab.checkpoints.on_disk import load_on_disk
     from pointsman_lab.checkpoints.text import text_batches
     from pointsman_lab.cli.progress import Display
 
-    out = values.out or Path(f"audit-{Path(values.model).name}")
+    out = values.out or folder_of(values.model)
     refuse_runs(out, unless=("audit.json",))
     if values.on_disk:
         flags.without_effect(values, ["--device"], "with --on-disk, which computes on the CPU")
@@ -76,7 +77,7 @@ def run(words: Sequence[str]) -> int:
             return load_on_disk(name, temporary_folder(), dtype=values.dtype)
         return load_model(name, dtype=values.dtype, device=device)
 
-    model, tokenizer = load(values.model), load_tokenizer(values.model)
+    model, tokenizer = load(values.model), tokenizer_of(values)
     against = None if values.against is None else load(values.against)
     if values.on_disk:
         told = sum(one.numel() * one.element_size() for one in model.parameters())
@@ -103,6 +104,22 @@ def run(words: Sequence[str]) -> int:
     result.save(out, data=values.data, command=shlex.join(["pointsman", "audit", *words]))
     print(f"all figures: {out / 'audit.json'}; {write_page(out)}", file=sys.stderr)
     return 0
+
+
+def folder_of(model: str) -> Path:
+    """audit-NAME in the working directory; beside the model's folder where that is the working directory, or above."""
+    place = Path(model).resolve()
+    return (place.parent if Path.cwd().is_relative_to(place) else Path()) / f"audit-{place.name}"
+
+
+def tokenizer_of(values: Any) -> Any:
+    """The tokenizer of --tokenizer, or of the model."""
+    from pointsman.hf.loading import load_tokenizer
+
+    try:
+        return load_tokenizer(values.tokenizer or values.model)
+    except RunError as error:
+        raise RunError(f"{error} (--tokenizer MODEL takes another model's)") from None
 
 
 def domains_of(data: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman_lab.cli.audit import domains_of, read_texts
+from pointsman_lab.cli.audit import domains_of, read_texts, tokenizer_of
 from pointsman_lab.cli.hf import check_out
 from pointsman_lab.cli.options import Parser, choose_device, whole
 
@@ -22,6 +22,7 @@ The folder holds a model that transformers alone loads, compression.json and
 compression.md. Every second row of the text calibrates, the others verify.
 docs/huggingface.md names the methods.
 """
+RECORD = "compression.json"
 
 
 def parser() -> Parser:
@@ -39,6 +40,7 @@ def parser() -> Parser:
     flags.add_argument("--eval-tokens", default=50_000, help="tokens to read (default: 50000)")
     flags.add_argument("--length", type=whole(2, "length"), default=512, metavar="N", help="tokens a row (512)")
     flags.add_argument("--batch-size", type=whole(1, "batch_size"), default=4, metavar="N", help="rows a forward (4)")
+    flags.add_argument("--tokenizer", metavar="MODEL", help="whose tokenizer to take (default: the model's)")
     flags.add_argument("--dtype")
     flags.common("the folder to write", settings="")
     return flags
@@ -59,10 +61,10 @@ def run(words: Sequence[str]) -> int:
     values = parser().read(words)
     if values.out is None:
         raise RunError("pointsman compress: --out is missing: the folder for the smaller model")
-    check_out(values.out, values.model)
+    check_out(values.out, values.model, RECORD)
     device = choose_device(values.device)
     texts = {name: read_texts(data) for name, data in domains_of(values.data).items()}
-    from pointsman.hf.loading import load_model, load_tokenizer
+    from pointsman.hf.loading import load_model
     from pointsman_lab.checkpoints import compress
     from pointsman_lab.checkpoints.choosing import METHODS
 
@@ -70,7 +72,7 @@ def run(words: Sequence[str]) -> int:
         raise RunError(f"pointsman compress: --method {values.method!r}: {did_you_mean(values.method, METHODS)}")
     from pointsman_lab._files import write_whole
 
-    model, tokenizer = load_model(values.model, dtype=values.dtype, device=device), load_tokenizer(values.model)
+    model, tokenizer = load_model(values.model, dtype=values.dtype, device=device), tokenizer_of(values)
     found = compress(
         model, tokenizer, texts, experts=values.experts, method=values.method, uneven=values.uneven,
         length=values.length,
@@ -80,7 +82,8 @@ def run(words: Sequence[str]) -> int:
     print(found.markdown())
     found.model.save_pretrained(values.out)
     tokenizer.save_pretrained(values.out)
-    write_whole(Path(values.out) / "compression.json", json.dumps(found.to_dict(), allow_nan=False) + "\n")
+    told = {"source": values.model, **found.to_dict()}
+    write_whole(Path(values.out) / RECORD, json.dumps(told, allow_nan=False) + "\n")
     write_whole(Path(values.out) / "compression.md", found.markdown())
     print(values.out)
     return 0

@@ -9,6 +9,7 @@ from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab.cli.options import Parser, choose_device, number_from, refuse_runs, whole
+from pointsman_lab.runs.record import read_object
 
 ACTIONS = {
     "replace": "give every sparse layer a router of pointsman",
@@ -79,7 +80,7 @@ def run(words: Sequence[str]) -> int:
     except RunError as error:
         tokenizer = None
         print(f"pointsman: without a tokenizer: {error}", file=sys.stderr)
-    model.save_pretrained(values.out)
+    save(model, values.out)
     if tokenizer is not None:
         tokenizer.save_pretrained(values.out)
     print(values.out)
@@ -97,8 +98,32 @@ def changed(action: str, model: Any, values: Any) -> Any:
     return hf.upcycle(model, values.experts, top_k=values.top_k, router=values.router, noise=values.noise)
 
 
-def check_out(out: Path, model: str) -> None:
-    """Raises RunError if the folder to write holds the model to read, or a run."""
+def save(model: Any, out: Path) -> None:
+    """Writes the model, or nothing where transformers cannot (RunError)."""
+    before = set(out.glob("*"))
+    try:
+        model.save_pretrained(out)
+    except (RuntimeError, ValueError) as error:
+        for file in set(out.glob("*")) - before:
+            file.unlink()
+        if not before:
+            out.rmdir()
+        raise RunError(
+            f"--out {out}: transformers cannot save this {type(model).__name__} ({str(error).partition(chr(10))[0]}); "
+            "if the weights of MODEL are quantized, as FP8, take those in bf16"
+        ) from None
+
+
+def check_out(out: Path, model: str, record: str = "") -> None:
+    """Raises RunError if the folder to write holds the model to read, a run, or a model that is not one's own.
+
+    Args:
+        record: the file of an earlier output of the same command; if its "source" is `model`, it may be overwritten.
+    """
     if Path(model).is_dir() and out.exists() and out.resolve() == Path(model).resolve():
         raise RunError(f"--out {out}: this is the model to read; choose another folder")
     refuse_runs(out, unless=("config.json", "generation_config.json"))
+    if any(out.glob("*.safetensors")) or any(out.glob("*.bin")):
+        if record and read_object(out / record).get("source") == model:
+            return
+        raise RunError(f"--out {out}: this folder holds a model, which would be overwritten; choose another folder")

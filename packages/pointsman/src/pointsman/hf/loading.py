@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer
@@ -46,6 +47,8 @@ def load_tokenizer(name: str) -> Any:
 
     def load() -> Any:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        if len(tokenizer) <= len(tokenizer.all_special_tokens):  # some classes make one without a file
+            raise ValueError("it has no token but special ones; are its files missing?")
         tokenizer("a")  # some settings of a wrong type are found by the first text only
         return tokenizer
 
@@ -60,6 +63,6 @@ def load_named(name: str, what: str, load: Callable[[], Any]) -> Any:
         return load()
     except Exception as error:  # transformers, safetensors and tokenizers raise many types for a damaged folder
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        reason = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
+        reason = shorten(" ".join(lines if lines[0].rstrip().endswith(":") else lines[:1]), 400)
         where = "" if path.is_dir() else " (there is no such folder here)"
         raise RunError(f"{name}: no {what} that transformers can load{where}: {reason}") from None
