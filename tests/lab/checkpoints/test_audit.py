@@ -163,6 +163,13 @@ def test_against_another_checkpoint() -> None:
     moved = audit(model, tokenizer(), texts(), top_k=[2], against=other)
     assert moved.layers["model.layers.0.mlp"]["fluctuation"]["top1"] == 1
     assert any("changed their first expert" in sentence for sentence in moved.findings())
+    assert moved.against is not None
+    loss, change = moved.against["loss"], moved.against["difference"]
+    assert change["mean"] == pytest.approx(loss - moved.quality[0]["loss"])
+    shown = f"| the other | {loss:.4f} ± {moved.against['half']:.4f} | {change['mean']:+.4f} ± {change['half']:.4f} |"
+    assert shown in moved.markdown()
+    assert "| moved |" in moved.markdown()
+    assert "The other checkpoint" not in audit(model, tokenizer(), texts(1), top_k=[2]).markdown()
     with pytest.raises(ValueError, match="JambaForCausalLM"):
         audit(model, tokenizer(), texts(), against=zoo.tiny_model("jamba"))
     with pytest.raises(ValueError, match="4] experts"):

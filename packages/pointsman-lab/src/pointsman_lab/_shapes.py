@@ -82,7 +82,7 @@ SHAPES: dict[str, Any] = {
         }},
     },
     "audit.json": {
-        "top_k": int | None, "protocol": dict, "domains": {"*": int},
+        "top_k": int | None, "protocol": dict, "domains": {"*": int}, "against": dict | None,
         "coverage": [
             {"times!": int, "experts!": int, "reached!": int, "first_tokens": int | None, "tokens": int | None,
              "blocks": int | None, "at_least": int | None}

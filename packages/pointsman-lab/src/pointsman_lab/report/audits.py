@@ -47,7 +47,7 @@ def audit_parts(comparison: Comparison) -> list[dict[str, Any]]:
 
 def main_parts(audit: Found) -> list[dict[str, Any]]:
     """The loss at every k, and the routing of every layer, as far as they were measured."""
-    made = [_quality(audit), _change(audit), answers(audit), _routing(audit.get("layers") or {})]
+    made = [_quality(audit), _change(audit), _against(audit), answers(audit), _routing(audit.get("layers") or {})]
     return [part for part in made if part["grid"].rows]
 
 
@@ -96,6 +96,16 @@ def _change(audit: Found) -> dict[str, Any]:
     grid = Grid(["k", "all text" if domains else "change", *domains], rows, code=False)
     note = f"Loss minus that at the model's own k. {INTERVAL} Intervals are corrected for the number of values of k."
     return {"title": "Change of the loss with k", "grid": grid, "note": note}
+
+
+def _against(audit: Found) -> dict[str, Any]:
+    of = audit.get("against") or {}
+    difference = of.get("difference")
+    change = spread(difference if isinstance(difference, dict) else None, sign=True)
+    rows = [["the other", spread({"mean": of.get("loss"), "half": of.get("half")}), change]] if of else []
+    note = f"Each at its own k; change: the loss minus that of this checkpoint. {INTERVAL}"
+    grid = Grid(["checkpoint", "loss", "change"], rows, code=False)
+    return {"title": "The other checkpoint", "grid": grid, "note": note}
 
 
 def _routing(layers: Found) -> dict[str, Any]:
