@@ -2,6 +2,7 @@
 
 import json
 import sys
+import zlib
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from pointsman import build_router, list_routers
 from pointsman.routers.frame import elsewhere, registry
+from pointsman.routers.papers import topk
 from pointsman_lab import registry as tasks
 from pointsman_lab.cli.main import main
 from pointsman_lab.runs import imports
@@ -52,6 +54,7 @@ def forget() -> None:
     """As if the process were a new one."""
     registry.ROUTERS.pop("mine", None)
     elsewhere._FOUND.clear()
+    imports._IMPORTED.clear()
     for name in [name for name in sys.modules if name.startswith(("pointsman_import_", "my_"))]:
         del sys.modules[name]
 
@@ -144,7 +147,7 @@ def test_a_module_that_was_imported_before(file: Path, monkeypatch: pytest.Monke
         (
             SOURCE.replace('"mine"', '"smoe"'),
             "mine.py",
-            "the name 'smoe' is taken: pointsman.routers.papers.topk registers it",
+            f"the name 'smoe' is taken: {topk.__file__} registers it",
         ),
         (SOURCE.replace("sharpness", "balance"), "mine.py", "every router has an option 'balance'"),
         (
@@ -212,7 +215,96 @@ def test_a_run_finds_its_router_again(file: Path, tmp_path: Path, capsys: pytest
         assert f"--import {file}" in capsys.readouterr().err
     assert main(["report", out]) == 0  # the page, without the sample
     assert "no sample of mine: router 'mine': the run takes it from" in capsys.readouterr().err
+    for command in (["evaluate", out], [*train, "--resume"]):
+        assert main([*command, "--import", str(file)]) == 2
+        assert f"{out}: mine.py is not what it was when router 'mine' was trained" in capsys.readouterr().err
+    forget()
+    file.write_text(SOURCE)
     assert main(["evaluate", out, "--import", str(file)]) == 0
+
+
+def compared(text: Path, out: Path, *more: str) -> list[str]:
+    text.write_text("the pointsman sets the points; the wagon leaves on its track.\n" * 400)
+    return ["compare", "--routers", *RUN[1:], "--data", str(text), "--out", str(out), "--jobs", "1", *more]
+
+
+def test_a_row_is_of_one_source_wherever_it_lies(
+    tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file with the module beside it; a comparison goes on and is shared with a copy, not with what has changed."""
+    helper, out, packed = tmp_path / "my_own.py", tmp_path / "out", tmp_path / "packed"
+    helper.write_text("HALF = 0.5\n")
+    file.write_text(SOURCE.replace("1.0", "HALF") + "\n")
+    file.write_text(file.read_text().replace("\n", "\nfrom my_own import HALF\n", 1))
+    command = compared(tmp_path / "text.txt", out)
+    assert main([*command, "--import", str(file)]) == 0
+    environment = json.loads((out / "runs/mine/seed-0/environment.json").read_text())
+    assert list(environment["origin"]) == ["mine.py", "my_own.py"]
+    elsewhere_now = tmp_path / "moved"
+    elsewhere_now.mkdir()
+    for one in (file, helper):
+        one.rename(elsewhere_now / one.name)
+    forget()
+    assert main(["share", str(out), "--out", str(packed)]) == 2
+    assert "or a copy of it" in capsys.readouterr().err
+    moved = ["--import", str(elsewhere_now / "mine.py")]
+    assert main([*command, "--seeds", "2", *moved]) == 0
+    assert main(["share", str(out), "--out", str(packed), *moved]) == 0
+    told = json.loads(zlib.decompress(packed.read_bytes()))
+    assert set(told["sources"]) == {"mine.py", "my_own.py"}
+    assert str(tmp_path) not in json.dumps(told)
+    assert "pointsman compare --routers mine" in told["comparison"]["command"]
+    capsys.readouterr()
+    assert main(["submit", str(out), "--router", "mine", "--out", str(packed), *moved]) == 2
+    assert "comes from my_own.py, which an entry does not carry" in capsys.readouterr().err
+    (elsewhere_now / "my_own.py").write_text("HALF = 0.25\n")
+    forget()
+    for words, says in (
+        ([*command, "--seeds", "3"], "my_own.py is not what it was"),
+        (["submit", str(out), "--router", "mine"], "comes from my_own.py, which an entry does not carry"),
+        (["share", str(out)], f"the routers' file {file} is missing, has changed or was never imported here"),
+    ):
+        assert main([*words, *moved]) == 2
+        assert says in capsys.readouterr().err
+    assert not (out / "runs/mine/seed-2").exists()
+
+
+def test_of_two_copies_one_is_imported_and_two_modules_of_a_name_are_told_apart(
+    tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    copy = other / "copy.py"
+    copy.write_text(SOURCE)
+    assert main(["routers", "--import", str(file), "--import", str(copy)]) == 0
+    copy.write_text(SOURCE + "\n")
+    assert main(["routers", "--import", str(copy)]) == 2
+    assert f"the name 'mine' is taken: {file} registers it" in capsys.readouterr().err
+    forget()
+    for folder, name in ((tmp_path, "mine"), (other, "yours")):
+        (folder / "my_own.py").write_text("HALF = 0.5\n")
+        (folder / f"{name}.py").write_text("import my_own\n" + SOURCE.replace('"mine"', repr(name)))
+    assert main(["routers", "--import", str(file), "--import", str(other / "yours.py")]) == 2
+    assert f"it got {tmp_path / 'my_own.py'} in place of {other / 'my_own.py'}" in capsys.readouterr().err
+
+
+def test_an_installed_package_is_recorded_and_named_to_the_receiver(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(tmp_path, "my_routers", SOURCE)
+    elsewhere.load_installed()
+    out, packed = tmp_path / "out", tmp_path / "a.pointsman"
+    assert main(compared(tmp_path / "text.txt", out)) == 0
+    environment = json.loads((out / "runs/mine/seed-0/environment.json").read_text())
+    assert environment["origin"] == {"my_routers": "1.0"}
+    capsys.readouterr()
+    assert main(["submit", str(out), "--router", "mine"]) == 2
+    assert "comes from my_routers 1.0, which an entry does not carry" in capsys.readouterr().err
+    assert main(["share", str(out), "--out", str(packed)]) == 0
+    assert "routers came from 'my_routers 1.0', which is not in the file" in capsys.readouterr().err
+    forget()
+    assert main(["open", str(packed), "--out", str(tmp_path / "theirs")]) == 0
+    assert "routers came from 'my_routers 1.0', which is not in the file" in capsys.readouterr().out
 
 
 def test_a_run_of_somebody_else_imports_nothing(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

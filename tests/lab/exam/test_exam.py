@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pointsman._errors import RunError, Stopped
-from pointsman.routers.frame.registry import parse_spec
+from pointsman.routers.frame.registry import ROUTERS, parse_spec
 from pointsman_lab.cli.main import main
 from pointsman_lab.data.catalog import data_folder
 from pointsman_lab.exam import cell as cells_module
@@ -26,6 +26,7 @@ from pointsman_lab.exam.sequences import Sources, language_bytes
 from pointsman_lab.exam.student import Student
 from pointsman_lab.exam.task import BLOCK, Task, applied
 from pointsman_lab.progress import Quiet
+from pointsman_lab.runs import imports
 
 HERE = [name for name in TASKS if name != "languages" or data_folder()]
 """Tasks whose data is here."""
@@ -311,18 +312,49 @@ def test_what_a_task_lacks_is_no_refusal_of_the_row(tmp_path: Path, monkeypatch:
     assert "languages" not in [one.name for one in tasks(None)]
 
 
-def test_a_router_that_has_changed_is_no_row_of_the_same_exam(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+ROUTER = '''
+from my_scale import SCALE
+from pointsman.routers.frame.registry import register_router
+from pointsman.routers.frame.stages import Stages
+from pointsman.routers.papers.topk import LinearScorer
+
+
+@register_router("mine", paper="none")
+def mine(layer):
+    """A linear router."""
+    return Stages(LinearScorer(layer.dim, layer.columns))
+'''
+
+
+def test_a_row_is_of_one_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of another file that registers its name, nor with another module beside it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("pointsman_lab.exam.exam.do_all", lambda *_, **__: None)
-    mine = tmp_path / "mine.py"
-    mine.write_text("")
-    plan, out = Plan(("oracle",), (), 1, (str(mine),)), tmp_path / "out"
-    examine(plan, out, jobs=1, progress=Quiet(), ended=never)
-    mine.write_text("# another")
-    examine(replace(plan, imports=()), out, jobs=1, progress=Quiet(), ended=never)
-    with pytest.raises(RunError, match=r"mine\.py has changed since its runs"):
-        examine(plan, out, jobs=1, progress=Quiet(), ended=never)
-    mine.unlink()
-    examine(replace(plan, imports=()), out, jobs=1, progress=Quiet(), ended=never)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "my_scale", sys)
+    monkeypatch.setitem(ROUTERS, "mine", ROUTERS["smoe"])
+    out = tmp_path / "out"
+
+    def begun(name: str, source: str, scale: str) -> str:
+        monkeypatch.setattr(imports, "_IMPORTED", {})
+        del sys.modules["my_scale"], ROUTERS["mine"]
+        (tmp_path / name).write_text(source)
+        (tmp_path / "my_scale.py").write_text(f"SCALE = {scale}")
+        file = imports.import_named(str(tmp_path / name))
+        examine(Plan(("oracle", "mine"), (), 1, (file,)), out, jobs=1, progress=Quiet(), ended=never)
+        return file
+
+    begun("mine.py", ROUTER, "1")
+    begun("copy.py", ROUTER, "1")
+    with pytest.raises(RunError, match=r"my_scale\.py is not what it was when router 'mine' was trained"):
+        begun("third.py", ROUTER, "2")
+    file = begun("fourth.py", ROUTER, "1")
+    with pytest.raises(RunError, match=r"mine\.py is not what it was"):
+        begun("other.py", ROUTER + "# another\n", "1")
+    examine(Plan(("oracle",), (), 1, (file,)), out, jobs=1, progress=Quiet(), ended=never)
+    assert json.loads((out / "exam.json").read_text())["origins"].keys() == {"mine"}
+    for module in [name for name in sys.modules if name.startswith("pointsman_import_")]:
+        del sys.modules[module]
 
 
 def test_of_a_cell_that_is_begun_again_the_record_is_shown_until_it_is_whole(

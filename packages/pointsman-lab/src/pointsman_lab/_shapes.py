@@ -49,7 +49,7 @@ SHIFTED = {
 }  # fmt: skip
 SHAPES: dict[str, Any] = {
     "config.json": {"model": dict, "seed": int, "steps": int | None, "preset": str | None, "data": str},
-    "environment.json": {"packages": dict, "kernels": dict},
+    "environment.json": {"packages": dict, "kernels": dict, "origin": {"*": str}},
     "evaluation.json": EVALUATION,
     "evaluation-*.json": EVALUATION,
     "attacks-*.json": {**EVALUATION, "routing": [{"attack!": dict, "layers!": LAYERS}]},
@@ -73,7 +73,7 @@ SHAPES: dict[str, Any] = {
         "map": {"top_k": int, "method": str, "tokens": [str], "layers": dict, "first": {"*": [int | None]}},
     },
     "exam.json": {
-        "version!": int, "rows!": [str], "tasks!": [str], "seeds!": int, "imports": [str], "sources": {"*": str},
+        "version!": int, "rows!": [str], "tasks!": [str], "seeds!": int, "imports": [str], "origins": {"*": {"*": str}},
     },
     "exam-*.json": {
         "row!": str, "tried!": [[str | float | int | None]], "chosen": {"spec!": str, "rate!": float}, "refused": str,

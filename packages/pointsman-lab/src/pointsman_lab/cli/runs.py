@@ -44,11 +44,11 @@ def use_recorded_imports(values: argparse.Namespace, routers: Sequence[str]) -> 
     """
     names = [] if values.out is None else recorded_imports(values.out)
     if names:
-        from pointsman_lab.runs.imports import import_recorded
+        from pointsman_lab.runs.imports import import_recorded, present
 
         for router in routers:
             import_recorded(router, [*values.imports, *names])
-        values.imports = list(dict.fromkeys([*names, *values.imports]))
+        values.imports = list(dict.fromkeys([*map(present, names), *values.imports]))
 
 
 def recorded_imports(folder: Path) -> list[str]:

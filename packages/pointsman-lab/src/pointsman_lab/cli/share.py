@@ -33,7 +33,9 @@ def parser() -> Parser:
 def run(words: Sequence[str]) -> int:
     values = parser().read(words)
     from pointsman_lab.runs.comparison import read
+    from pointsman_lab.runs.paths import COMPARISON
     from pointsman_lab.runs.sharing import EXAM, share
+    from pointsman_lab.training.compare import check_runs
 
     out = values.out or Path(f"{values.folder.resolve().name}{ENDING}")
     if out.is_dir():
@@ -51,15 +53,20 @@ def run(words: Sequence[str]) -> int:
         routers: Sequence[str] = plan.rows
     else:
         routers = read(values.folder).routers
-    print(share(values.folder, out, bibtex(routers), cells))
+        if (values.folder / COMPARISON).is_file():
+            check_runs(values.folder)
+    for name in share(values.folder, out, bibtex(routers), cells):
+        print(printable(f"routers came from {name!r}, which is not in the file"), file=sys.stderr)
+    print(out)
     return 0
 
 
 def bibtex(routers: Sequence[str]) -> str:
     """An entry for the paper of each router and mixer that is known here."""
     from pointsman.routers.frame.registry import MIXERS, ROUTERS
+    from pointsman_lab.runs.imports import names_in
 
-    names = dict.fromkeys(name for spec in routers for name in re.split(r"[+@|]|:[^+@|]*", spec) if name)
+    names = dict.fromkeys(name for spec in routers for name in names_in(spec))
     told: dict[str, str] = {}
     for name in names:
         paper = (ROUTERS | MIXERS)[name].paper if name in ROUTERS | MIXERS else ""
@@ -97,7 +104,7 @@ def run_open(words: Sequence[str]) -> int:
         print("\n".join(printable(line) for line in read_text(source).splitlines()))
         print(f"--- end of {source}; read it, then name it with --import {source} to evaluate with it\n")
     for module in found.modules:
-        print(printable(f"routers came from the module {module!r}, which is not in the file"))
+        print(printable(f"routers came from {module!r}, which is not in the file: get it from the sender"))
     data = found.data
     size = f", {data['bytes']:,} bytes, sha256 {data['sha256']}" if "sha256" in data else ""
     mark = f", fingerprint {data['fingerprint']}" if data.get("fingerprint") else ""

@@ -33,9 +33,12 @@ def run(words: Sequence[str]) -> int:
     from pointsman_lab.exam.entry import exam_entry
     from pointsman_lab.exam.exam import PLAN
     from pointsman_lab.runs.sharing import entry_of
+    from pointsman_lab.training.compare import check_runs
 
     folder = Path(values.target)
-    make = exam_entry if (folder / PLAN).is_file() else entry_of
-    entry = make(folder, values.router, values.name or values.router)
+    exam = (folder / PLAN).is_file()
+    if not exam:
+        check_runs(folder)
+    entry = (exam_entry if exam else entry_of)(folder, values.router, values.name or values.router)
     print(write_whole(values.out or Path("entry.json"), json.dumps(entry, sort_keys=True) + "\n"))
     return 0

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
+from pointsman_lab._files import read_json
 from pointsman_lab._shapes import SHAPES
 from pointsman_lab.exam.cell import VERSION, chosen, is_whole
-from pointsman_lab.exam.exam import collect, plan_in
+from pointsman_lab.exam.exam import PLAN, collect, plan_in
 from pointsman_lab.exam.scores import TASKS
-from pointsman_lab.runs.sharing import ENTRY_FORMAT, signed, sources_of
+from pointsman_lab.runs.sharing import ENTRY_FORMAT, entry_sources, signed
 
 CELL = {"tried!": [[str | float | int | None]], "chosen!": {"spec!": str, "rate!": float},
         "runs!": SHAPES["exam-*.json"]["runs!"]}  # fmt: skip
@@ -38,9 +39,10 @@ def exam_entry(folder: Path, router: str, name: str) -> dict[str, Any]:
         }}
         for task, cell in cells.items()
     }  # fmt: skip
+    origin = (read_json(folder / PLAN) or {}).get("origins", {}).get(router, {})
+    sources, _ = entry_sources(folder, router, plan.imports, [origin])
     return signed({
-        "format": ENTRY_FORMAT, "name": name, "router": router, "version": VERSION, "sources": sources_of(plan.imports),
-        "cells": kept,
+        "format": ENTRY_FORMAT, "name": name, "router": router, "version": VERSION, "sources": sources, "cells": kept,
     })  # fmt: skip
 
 

@@ -13,14 +13,14 @@ from typing import Any
 
 from pointsman._errors import RunError, Stopped
 from pointsman.routers.frame.registry import parse_spec
-from pointsman_lab._files import alone, checksum, parse_json, read_json, write_whole
+from pointsman_lab._files import alone, parse_json, read_json, write_whole
 from pointsman_lab.exam.cell import VERSION, count, fill, is_whole, read_cell
 from pointsman_lab.exam.scores import TASKS
 from pointsman_lab.exam.student import ROWS
 from pointsman_lab.exam.task import Task
 from pointsman_lab.progress import Progress, Stop, check_stop
 from pointsman_lab.runs.compact import rounded
-from pointsman_lab.runs.imports import check_imported, import_named
+from pointsman_lab.runs.imports import check_imported, check_origin, import_named, origin_of, present
 from pointsman_lab.training.jobs import Work, do_all
 
 PLAN, RECORD = "exam.json", "record.jsonl"
@@ -86,15 +86,14 @@ def merged(plan: Plan, out: Path) -> Plan:
         return plan
     if before["version"] != VERSION:
         raise RunError(f"{out} holds version {before['version']} of the exam, this is {VERSION}; choose another --out")
-    for name, was in before.get("sources", {}).items():
-        if name in plan.imports and checksum(Path(name))["sha256"] != was:
-            raise RunError(f"{out}: {name} has changed since its runs; choose another --out")
+    for row in plan.rows:
+        check_origin(out, before.get("origins", {}).get(row), row)
     return replace(
         plan,
         rows=tuple(dict.fromkeys([*before["rows"], *plan.rows])),
         tasks=tuple(name for name in TASKS if name in {*before["tasks"], *plan.tasks}),
         seeds=max(before["seeds"], plan.seeds),
-        imports=tuple(dict.fromkeys([*before.get("imports", ()), *plan.imports])),
+        imports=tuple(dict.fromkeys([*map(present, before.get("imports", ())), *plan.imports])),
     )
 
 
@@ -137,10 +136,11 @@ def examine(
     check_imported([row for row in plan.rows if row not in ROWS], Task.dim, Task.experts)
     whole = merged(plan, out)
     with alone(out):
-        sources = (read_json(out / PLAN) or {}).get("sources", {})
-        sources |= {name: checksum(Path(name))["sha256"] for name in plan.imports if name.endswith(".py")}
+        before = read_json(out / PLAN) or {"rows": [], "origins": {}}
+        origins = {row: origin for row in plan.rows if row not in before["rows"] and (origin := origin_of(row))}
+        origins |= before.get("origins", {})
         values = {"version": VERSION, "rows": whole.rows, "tasks": whole.tasks, "seeds": whole.seeds}
-        write_whole(out / PLAN, json.dumps({**values, "imports": whole.imports, "sources": sources}, indent=2) + "\n")
+        write_whole(out / PLAN, json.dumps({**values, "imports": whole.imports, "origins": origins}, indent=2) + "\n")
         if known is None:
             known = {} if plan.again else record()
         todo = [

@@ -1,28 +1,55 @@
-"""Routers of other packages that a run names: modules and Python files that its user gave.
+"""Routers of other packages that a run names: modules and Python files that its user gave, and which code they were.
 
 Whoever opens the run would execute them, so only what the same user has named before, a file with the same content, is
 imported again or handed on. What was named is kept in the user's cache folder, a file with its content's checksum.
+Content is that of the file and of the modules beside it that it imports.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib import metadata
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from pointsman._errors import RunError
 from pointsman_lab._files import read_ordinary, read_text, user_cache_folder, write_whole
+from pointsman_lab.runs.paths import slug
+from pointsman_lab.runs.record import label
+
+SOURCE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}\.py")
+_IMPORTED: dict[str, str] = {}  # the content of each file that this process has imported -> its path
 
 
 def import_named(name: str) -> str:
-    """What `import_routers` does, of a module or file that the user has named: it may be imported again later."""
+    """What `import_routers` does, of a module or file that the user has named: it may be imported again later.
+
+    A copy of a file that was imported is that file. ValueError: a module beside the file has the name of another one.
+    """
     from pointsman.routers.frame.elsewhere import import_routers
 
+    with contextlib.suppress(OSError, ValueError):  # `import_routers` says what is wrong
+        if (same := _IMPORTED.get(_digest(name))) is not None:
+            remember(name)
+            return same
     found = import_routers(name)
+    if name.endswith(".py"):
+        for file in local_files(Path(found)):
+            parts = file.relative_to(Path(found).parent).with_suffix("").parts
+            other = getattr(sys.modules.get(".".join(parts).removesuffix(".__init__")), "__file__", None) or str(file)
+            if other != str(file) and any(Path(other).is_relative_to(Path(one).parent) for one in _IMPORTED.values()):
+                raise ValueError(f"--import {name!r}: it got {other} in place of {file}: rename one of the two")
+        _IMPORTED[_digest(found)] = found
     with contextlib.suppress(OSError, ValueError):  # without it the flag is needed each time
-        remember(name)
+        remember(found)
     return found
 
 
@@ -46,20 +73,18 @@ def import_recorded(router: str, names: Sequence[str]) -> None:
     except ValueError as error:
         if refused:
             raise ValueError(
-                f"router {router!r}: the run takes it from {refused[0]!r}, which is missing, has changed or was "
-                f"never imported here; if you trust it, repeat the command with --import {refused[0]}"
+                f"router {router!r}: the run takes it from {refused[0]!r}, which is missing, has changed or was never "
+                f"imported here; if you trust it, repeat the command with --import {refused[0]} or a copy of it"
             ) from None
         raise error from None
 
 
 def import_remembered(names: Sequence[str]) -> list[str]:
     """Imports the modules and files that this user has named before; returns the others."""
-    from pointsman.routers.frame.elsewhere import import_routers
-
-    refused = [name for name in names if not is_remembered(name)]
-    for name in names:
+    refused = [name for name in map(present, names) if not is_remembered(name)]
+    for name in map(present, names):
         if name not in refused:
-            import_routers(name)
+            import_named(name)
     return refused
 
 
@@ -87,6 +112,16 @@ def check_imported(specs: Iterable[str], dim: int, num_experts: int) -> None:
                 raise RunError(str(broken)) from None
 
 
+def present(name: str) -> str:
+    """The file that this process has imported in place of a recorded one: of the same content, where the user has named
+    both, else of the same name. The recorded name where there is none.
+    """
+    try:
+        return _IMPORTED.get(read_text(_mark(name)), name)
+    except (OSError, ValueError):
+        return next((one for one in _IMPORTED.values() if Path(one).name == Path(name).name), name)
+
+
 def remember(name: str) -> None:
     """Keeps that the user has named a module, or a file with its present content."""
     write_whole(_mark(name), _digest(name))
@@ -100,17 +135,129 @@ def is_remembered(name: str) -> bool:
         return False
 
 
-def source_of(name: str) -> str:
-    """The text of a Python file that the user has named."""
-    if is_remembered(name):
+def source_of(name: str) -> dict[str, str]:
+    """The text of a Python file that the user has named, and of the modules beside it that it imports, by their names
+    in its folder; its own comes first.
+    """
+    file = Path(present(name))
+    if is_remembered(str(file)):
         try:
-            return read_ordinary(Path(name)).decode()
+            return {one: content.decode() for one, content in _contents(file).items()}
         except (OSError, UnicodeDecodeError) as error:
             raise RunError(f"the routers' file {name} cannot be read: {error}") from None
     raise RunError(
         f"the routers' file {name} is missing, has changed or was never imported here; if it is meant to go along, "
-        f"repeat the command with --import {name}"
+        f"repeat the command with --import {name} or a copy of it"
     )
+
+
+def sources_of(imports: Iterable[Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """Name -> text of each Python file among what a plan imports and of modules beside it; and path -> such a name."""
+    sources: dict[str, str] = {}
+    names: dict[str, str] = {}
+    for path in (one for one in imports if isinstance(one, str) and one.endswith(".py")):
+        (own, text), *others = source_of(path).items()
+        name = slug(own)
+        if sources.get(name, text) != text or not SOURCE.fullmatch(name):
+            name = f"{len(sources)}-{name}"
+        names[path], sources[name] = name, text
+        sources |= {one: of for one, of in others if one not in sources and SOURCE.fullmatch(one)}
+    return sources, names
+
+
+def left_out(where: object, origin: Mapping[str, str], sources: Mapping[str, str]) -> list[str]:
+    """What a router comes from and is not among the sources; RunError where these have another file of its name."""
+    sums = {_sum(text.encode()) for text in sources.values()}
+    left = {name: value for name, value in origin.items() if value not in sums}
+    if changed := next((name for name in left if slug(name) in sources), None):
+        raise RunError(
+            f"{where}: {changed} is not what it was when its router was trained: repeat the command with --import and "
+            "the file as it was"
+        )
+    return [name if name.endswith(".py") else f"{name} {version}" for name, version in left.items()]
+
+
+def names_in(router: str) -> list[str]:
+    """The routers and mixers that a router setting names."""
+    return [name for name in dict.fromkeys(re.split(r"[+@|]|:[^+@|]*", router)) if name]
+
+
+def origin_of(router: Any) -> dict[str, str]:
+    """Where a router setting's parts come from that are not pointsman's: file -> SHA-256, package -> version."""
+    from pointsman.routers.frame.registry import MIXERS, ROUTERS
+
+    entries = [(ROUTERS | MIXERS).get(name) for name in names_in(label(router))]
+    modules = [sys.modules.get((one.choose or one.build).__module__) for one in entries if one is not None]
+    return {
+        name: value
+        for module in modules
+        if module is not None and module.__name__.partition(".")[0] != "pointsman"
+        for name, value in _origin(module).items()
+    }
+
+
+def check_origin(where: object, before: Mapping[str, str] | None, router: Any) -> None:
+    """RunError where a router is not the one of the run, row or exam at `where`, whose `origin_of` was `before`."""
+    here = origin_of(router)
+    if before and here and (changed := {*before.values()} ^ {*here.values()}):
+        name = next(one for one, value in [*before.items(), *here.items()] if value in changed)
+        raise RunError(
+            f"{where}: {name} is not what it was when router {label(router)!r} was trained: choose another --out, or "
+            f"--import {name} as it was"
+        )
+
+
+@cache
+def _origin(module: ModuleType) -> dict[str, str]:
+    """Of a module of this process: what it was when this was first asked."""
+    from pointsman.routers.frame.elsewhere import GROUP
+
+    top = module.__name__.partition(".")[0]
+    points = [point for point in metadata.entry_points(group=GROUP) if point.module.partition(".")[0] == top]
+    packages = [point.dist.name for point in points if point.dist is not None]
+    if not packages and not top.startswith("pointsman_import_"):
+        packages = metadata.packages_distributions().get(top, [])
+    if packages:
+        return {packages[0]: metadata.version(packages[0])}
+    file = module.__file__
+    return {name: _sum(content) for name, content in _contents(Path(file)).items()} if file else {}
+
+
+def local_files(file: Path) -> list[Path]:
+    """A Python file and the modules beside it that it imports, and those that these import; none of them is run."""
+    found: list[Path] = []
+    todo = [file]
+    while todo:
+        one = todo.pop(0)
+        if one in found:
+            continue
+        found.append(one)
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+            for place in _imported_places(ast.parse(read_ordinary(one)), one.parent, file.parent):
+                near = (place.with_name(f"{place.name}.py"), place / "__init__.py")
+                todo += [each for each in near if each.is_relative_to(file.parent) and each.is_file()]
+    return found
+
+
+def _imported_places(tree: ast.AST, package: Path, folder: Path) -> Iterator[Path]:
+    """Where in `folder` the modules would lie that a file in `package` imports, without the ending."""
+    for node in ast.walk(tree):
+        base, names = folder, [one.name for one in getattr(node, "names", ()) if isinstance(one, ast.alias)]
+        if isinstance(node, ast.ImportFrom):
+            base = [folder, package, *package.parents][min(node.level, len(package.parents))]
+            names = [f"{node.module}.{name}" if node.module else name for name in names]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] not in ("pointsman", "pointsman_lab"):
+                yield from (base.joinpath(*parts[:end]) for end in range(1, len(parts) + 1))
+
+
+def _contents(file: Path) -> dict[str, bytes]:
+    return {one.relative_to(file.parent).as_posix(): read_ordinary(one) for one in local_files(file)}
+
+
+def _sum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _mark(name: str) -> Path:
@@ -120,4 +267,7 @@ def _mark(name: str) -> Path:
 
 
 def _digest(name: str) -> str:
-    return hashlib.sha256(read_ordinary(Path(name))).hexdigest() if name.endswith(".py") else "module"
+    if not name.endswith(".py"):
+        return "module"
+    own, *others = map(_sum, _contents(Path(name)).values())
+    return _sum("".join([own, *others]).encode()) if others else own

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 import shutil
 import zlib
 from collections.abc import Iterable, Mapping
@@ -38,8 +39,8 @@ from pointsman_lab._shapes import MOST_LINE, MOST_OTHERS, check_shape, inflated,
 from pointsman_lab.runs.checkpoints import STATE, steps_of
 from pointsman_lab.runs.compact import RECORD, entries_of, line_of, packed, record_of, written
 from pointsman_lab.runs.comparison import read_comparison, required_plan
-from pointsman_lab.runs.imports import source_of
-from pointsman_lab.runs.paths import CHECKPOINTS, COMPARISON, CONFIG, ENVIRONMENT, EVALUATION, slug
+from pointsman_lab.runs.imports import SOURCE, left_out, origin_of, sources_of
+from pointsman_lab.runs.paths import CHECKPOINTS, COMPARISON, CONFIG, ENVIRONMENT, EVALUATION
 from pointsman_lab.runs.record import RunRecord
 
 FORMAT, VERSION = "pointsman-share", 1
@@ -58,7 +59,6 @@ ENTRY: dict[str, Any] = {
                     "log!": {"step!": [int], "loss!": [float]}}},
 }  # fmt: skip
 _CELL = re.compile(r"cells/[A-Za-z0-9_-]+/exam-[^/\\:\x00-\x1f]+\.json")
-_SOURCE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}\.py")
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Opened:
     papers: str
 
 
-def share(folder: Path, out: Path, papers: str = "", cells: Mapping[str, Any] | None = None) -> Path:
-    """Writes the file."""
+def share(folder: Path, out: Path, papers: str = "", cells: Mapping[str, Any] | None = None) -> list[str]:
+    """Writes the file; returns what routers come from and the file lacks: modules, and packages with their version."""
     plan = read_whole_json(folder / COMPARISON)
     if plan is not None:
         plan = {key: value for key, value in plan.items() if key != "nodes"}  # names of the sender's machines
@@ -91,23 +91,28 @@ def share(folder: Path, out: Path, papers: str = "", cells: Mapping[str, Any] | 
         files = packed(folder)
         settings = files[CONFIG]
         record = line_of({"path": "runs/shared/seed-0", "files": files}) + "\n"
-    sources: dict[str, str] = {}
-    moved: dict[str, str] = {}
-    for name in (one for one in settings.get("imports") or () if isinstance(one, str)):
-        if name.endswith(".py"):
-            known = slug(Path(name).name)
-            if known in sources or not _SOURCE.fullmatch(known):
-                known = f"{len(sources)}-{known}"
-            sources[known] = source_of(name)
-            moved[name] = f"{HERE}/{SOURCES}/{known}"
-    modules = [one for one in settings.get("imports") or () if isinstance(one, str) and not one.endswith(".py")]
+    runs = [] if cells else list(entries_of(record.encode().splitlines(), folder))
+    named = [one.get("imports") or () for one in (settings, *(run["files"][CONFIG] for run in runs))]
+    imports = dict.fromkeys(one for of in named for one in of if isinstance(one, str))
+    sources, names = sources_of(imports)
+    moved = {path: f"{HERE}/{SOURCES}/{name}" for path, name in names.items()}
+    origins = settings.get("origins", {}) if cells else {}
+    for run in runs:
+        here = run["files"].get(ENVIRONMENT, {})
+        check_shape(here, shape_of(ENVIRONMENT), f"{folder}, {run['path']}: {ENVIRONMENT}")
+        origins[run["path"]] = here.get("origin", {})
+    left = [one for where, origin in origins.items() for one in left_out(where, origin, sources)]
+    modules = list(dict.fromkeys([*(one for one in imports if not one.endswith(".py")), *left]))
     data, places = _data(str(settings.get("data") or ("the exam's tasks" if cells else "")), plan or {})
     moved |= {place: Path(place).name for place in places}
     if cells is None:
-        data |= _moved(_read_as(folder, next(entries_of(record.encode().splitlines(), folder))["files"]), moved)
+        data |= _moved(_read_as(folder, runs[0]["files"]), moved)
+    plan = _moved(plan, moved)
+    if plan is not None and "command" in plan:
+        plan["command"] = _without_folders(plan["command"])
     told = {
         "format": FORMAT, "version": VERSION, "kind": "exam" if cells else "run" if plan is None else "comparison",
-        "name": folder.resolve().name, "comparison": _moved(plan, moved), "record": _moved(record, moved),
+        "name": folder.resolve().name, "comparison": plan, "record": _moved(record, moved),
         "sources": sources, "modules": modules, "data": data, "papers": papers,
     }  # fmt: skip
     content = json.dumps(told, allow_nan=False).encode()
@@ -121,7 +126,7 @@ def share(folder: Path, out: Path, papers: str = "", cells: Mapping[str, Any] | 
         raise RunError(f"{folder}: too large for one file ({error}); share single runs") from None
     with replacing(out) as aside, open_new(aside) as opened:
         opened.write(zlib.compress(content, 9))
-    return out
+    return modules
 
 
 def _data(name: str, plan: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -158,6 +163,14 @@ def _moved(value: Any, moved: Mapping[str, str]) -> Any:
         for form in {json.dumps(old), json.dumps(old, ensure_ascii=False)}:  # the lines of a record escape no letter
             text = text.replace(form[1:-1], json.dumps(new)[1:-1])
     return text if isinstance(value, str) else parse_json(text)
+
+
+def _without_folders(command: str) -> str:
+    """A command line whose absolute paths are names."""
+    try:
+        return shlex.join(re.sub(r"(^|[=,:])/(?:[^/=,:]*/)*", r"\1", word) for word in shlex.split(command))
+    except ValueError:
+        return ""
 
 
 def open_shared(file: Path, out: Path) -> Opened:
@@ -214,7 +227,7 @@ def _read(file: Path) -> dict[str, Any]:
     if not isinstance(told, dict) or told.get("format") != FORMAT or told.get("version") != VERSION:
         raise RunError(f"{file}: not a file of `pointsman share` of version {VERSION}")
     check_shape(told, SHAPE, str(file))
-    if bad := next((name for name in told["sources"] if not _SOURCE.fullmatch(name)), None):
+    if bad := next((name for name in told["sources"] if not SOURCE.fullmatch(name)), None):
         raise RunError(f"{file}: a source called {bad!r}: only names of Python files are allowed")
     return told
 
@@ -238,17 +251,31 @@ def entry_of(folder: Path, router: str, name: str) -> dict[str, Any]:
     unfinished = [seed for one, seed in comparison.missing() if one == router]
     if unfinished:
         raise RunError(f"{folder}: {router}, seed {unfinished[0]}: not finished; the command of the comparison goes on")
+    imports = plan["settings"].get("imports") or ()
+    runs = {str(run.seed): _entry_run(run) for run in comparison.of(router)}
+    sources, names = entry_sources(
+        folder, router, imports, [run["environment"].get("origin", {}) for run in runs.values()]
+    )
     return signed({
-        "format": ENTRY_FORMAT, "name": name, "router": router, "settings": plan["settings"],
-        "tuned": plan.get("tuned", {}).get(router, {}), "data": plan.get("data", ""),
-        "sources": sources_of(plan["settings"].get("imports") or ()),
-        "runs": {str(run.seed): _entry_run(run) for run in comparison.of(router)},
+        "format": ENTRY_FORMAT, "name": name, "router": router,
+        "settings": {**plan["settings"], "imports": [names.get(one, one) for one in imports]},
+        "tuned": plan.get("tuned", {}).get(router, {}), "data": plan.get("data", ""), "sources": sources, "runs": runs,
     })  # fmt: skip
 
 
-def sources_of(imports: Iterable[Any]) -> dict[str, str]:
-    """The text of each Python file among what a plan imports."""
-    return {one: source_of(one) for one in imports if isinstance(one, str) and one.endswith(".py")}
+def entry_sources(
+    folder: Path, router: str, imports: Iterable[Any], origins: Iterable[Mapping[str, str]]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """`sources_of` without modules beside the files; RunError where the router comes from anything else."""
+    sources, names = sources_of(imports)
+    sources = {name: sources[name] for name in names.values()}
+    for origin in origins:
+        for name in left_out(folder, origin or origin_of(router), sources):
+            raise RunError(
+                f"{folder}: router {router!r} comes from {name}, which an entry does not carry: only files of "
+                "--import, without modules beside them"
+            )
+    return sources, names
 
 
 def _entry_run(run: RunRecord) -> dict[str, Any]:

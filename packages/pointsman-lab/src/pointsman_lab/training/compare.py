@@ -22,15 +22,18 @@ from pointsman.parallel.layout import Layout
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.frame.registry import split_specs
 from pointsman_lab._files import alone
+from pointsman_lab._values import typed_value
 from pointsman_lab.models.config import build_model
 from pointsman_lab.processes import available_cores, one_after_another
 from pointsman_lab.progress import Progress, Quiet, Stop
 from pointsman_lab.registry import OLDEST, family
 from pointsman_lab.runs.compact import restore
-from pointsman_lab.runs.comparison import read_plan, write_node, write_plan
-from pointsman_lab.runs.imports import check_imported, import_named
+from pointsman_lab.runs.comparison import read_comparison, read_plan, required_plan, write_node, write_plan
+from pointsman_lab.runs.imports import check_imported, check_origin, import_named
 from pointsman_lab.runs.paths import COMPARISON, EVALUATION, run_path
+from pointsman_lab.runs.record import label
 from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.config import settings as all_settings
 from pointsman_lab.training.directory import RunDirectory
 from pointsman_lab.training.jobs import Hosts, Work, do_all
 from pointsman_lab.training.settings import flat, without_effect
@@ -198,7 +201,7 @@ def compare(
 
         def begin() -> list[tuple[int, str, int]]:
             held.enter_context(alone(out))
-            _begin(plan.base, whole, out, task)
+            _begin(plan, whole, out, task)
             return [(number, *one) for number, one in enumerate(every, 1) if not finished(*one)]
 
         todo = ranks.by_first(begin)
@@ -214,16 +217,39 @@ def compare(
     return whole
 
 
-def _begin(base: RunConfig, whole: Plan, out: Path, task: Task) -> None:
+def _begin(plan: Plan, whole: Plan, out: Path, task: Task) -> None:
     """Writes the plan of a directory that no other process works in."""
     restore(out)  # runs that another machine has finished
     before = read_plan(out) or {}
     if before.get("data", task.fingerprint) != task.fingerprint:
-        raise RunError(f"{out} holds a comparison on other data: {base.data} has changed since; choose another --out")
+        raise RunError(f"{out} holds a comparison on other data: {plan.base.data} has changed; choose another --out")
+    if before:
+        check_runs(out)
+        for run in (run for router in plan.routers for run in read_comparison(out).of(label(router))):
+            check_origin(run.path, run.environment.get("origin"), run.router)
     write_plan(
         out, settings=whole.settings(), routers=whole.routers, seeds=whole.seeds, command=whole.command,
         data=task.fingerprint, tuned=whole.tuned,
     )  # fmt: skip
+
+
+def check_runs(out: Path) -> None:
+    """RunError where a run has other settings than its comparison, or another router than its row's other seeds."""
+    plan = required_plan(out)
+    of = plan["settings"].get("model", {}).get("family", OLDEST)
+    free, kinds = without_effect(of) | {"seed", *(f"model.{key}" for key in OF_A_RUN)}, all_settings(of)
+    origins: dict[str, Any] = {}
+    for (router, _), run in read_comparison(out).runs.items():
+        tuned = plan.get("tuned", {}).get(router, {})
+        own = {key: typed_value(value, kinds[key], key) for key, value in tuned.items() if key in kinds}
+        own = {key: list(value) if isinstance(value, tuple) else value for key, value in own.items()}
+        wanted, has = {**flat(plan["settings"]), **own}, flat(run.config)
+        for key in (key for key in wanted if key in has and key not in free):
+            if wanted[key] != has[key]:
+                raise RunError(f"{run.path}: {key} is {has[key]!r} there, {wanted[key]!r} in the comparison")
+        origin = run.environment.get("origin")
+        if origin and {*origins.setdefault(router, origin).values()} != {*origin.values()}:
+            raise RunError(f"{run.path}: {', '.join(origin)}: not what it was for the other seeds of {router!r}")
 
 
 def _trainer(

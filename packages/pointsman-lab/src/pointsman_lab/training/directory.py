@@ -13,7 +13,8 @@ from pointsman_lab._files import read_text, read_whole_json, within, write_whole
 from pointsman_lab._values import name_fault
 from pointsman_lab.registry import read_vocabulary
 from pointsman_lab.runs.checkpoints import steps_of
-from pointsman_lab.runs.paths import CHECKPOINTS, COMPARISON, CONFIG, METRICS, VOCABULARY
+from pointsman_lab.runs.imports import check_origin
+from pointsman_lab.runs.paths import CHECKPOINTS, COMPARISON, CONFIG, ENVIRONMENT, METRICS, VOCABULARY
 from pointsman_lab.runs.record import read_metrics, refuse_model
 from pointsman_lab.training.config import RunConfig
 
@@ -30,11 +31,11 @@ class RunDirectory:
         return (self.path / CONFIG).exists()
 
     def config(self) -> RunConfig:
-        """The run's settings."""
+        """The run's settings; RunError also where its router is not the one here that is called so."""
         refuse_model(self.path)
         file = self.path / CONFIG
         try:
-            return RunConfig.from_json(read_text(file), str(file))
+            config = RunConfig.from_json(read_text(file), str(file))
         except (FileNotFoundError, NotADirectoryError):
             if (self.path / COMPARISON).is_file():
                 runs = self.path / "runs" / "ROUTER" / "seed-S"
@@ -42,6 +43,8 @@ class RunDirectory:
             raise RunError(f"{self.path} is no run directory: it has no {CONFIG}") from None
         except OSError as error:
             raise RunError(f"{file} cannot be read: {error.strerror or error}") from None
+        check_origin(self.path, (self.read_json(ENVIRONMENT) or {}).get("origin"), config.model.router)
+        return config
 
     def claim(self, config: RunConfig, *, resume: bool) -> None:
         """Writes config.json: from now on this is the directory of the run with these settings."""

@@ -27,7 +27,7 @@ from pointsman_lab.runs.checkpoints import (
     remove_leftovers,
 )
 from pointsman_lab.runs.environment import differing_bits, environment
-from pointsman_lab.runs.imports import check_imported
+from pointsman_lab.runs.imports import check_imported, origin_of
 from pointsman_lab.runs.paths import ENVIRONMENT, EVALUATION, VOCABULARY
 from pointsman_lab.training.checkpoint import misfit, stored_tensors
 from pointsman_lab.training.config import RunConfig
@@ -154,6 +154,7 @@ def _environment(state: TrainingState) -> dict[str, Any]:
     name = torch.cuda.get_device_name(state.device) if cuda else None
     kernels, threads = asdict(state.config.kernels), torch.get_num_threads()
     here = environment(kernels, device=str(state.device), device_name=name, threads=threads)
+    here |= {"origin": origin} if (origin := origin_of(state.config.model.router)) else {}
     return here if state.ranks.count == 1 else {**here, "ranks": state.ranks.count, "layout": str(state.layout)}
 
 

@@ -204,9 +204,7 @@ def _add(table: dict[str, Entry], new: Entry) -> None:
         raise ValueError(f"a router or mixer cannot be called {new.name!r}: {told}")
     for known in (ROUTERS.get(new.name), MIXERS.get(new.name)):
         if known is not None and _place(known.choose or known.build) != _place(new.choose or new.build):
-            raise ValueError(
-                f"the name {new.name!r} is taken: {known.build.__module__} registers it; choose another name"
-            )
+            raise ValueError(f"the name {new.name!r} is taken: {_place(known.build)[0]} registers it; choose another")
     taken = sorted(set(new.options) & set(COMMON.options)) if table is ROUTERS else []
     if taken:
         raise ValueError(f"router {new.name!r}: every router has an option {taken[0]!r}; choose another name for yours")
