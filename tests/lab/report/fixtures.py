@@ -79,14 +79,15 @@ def write_run(
     if done:
         results = [
             {
-                "split": "test", "top_k": k, "nats": 1.0, "metric": metric, "tokens": 1000,
-                "value": values[k] if values else quality(router, k, seed),
+                "split": "test", "top_k": k, "nats": math.log(2) * value, "metric": metric, "tokens": 1000,
+                "value": value,
                 "routers": {
                     name: {"entropy": 2.0 - 0.1 * layer, "entropy_std": 0.2, "load": [1 / experts] * experts}
                     for layer, name in enumerate(() if router.startswith("dense") else names)
                 },
             }
             for k in (values or top_k)
+            for value in [values[k] if values else quality(router, k, seed)]
         ]  # fmt: skip
         evaluation = {
             "format": 1, "checkpoint": f"step-{steps}", "results": results, "router_parameters": 2080,

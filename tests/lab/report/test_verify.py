@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -44,6 +45,43 @@ def test_a_run_a_comparison_a_checkpoint_and_a_trace_are_whole(
     code, lines = verified(capsys, tmp_path / "nothing")
     assert (code, lines) == (2, [f"pointsman: {tmp_path / 'nothing'}: no such folder"])
     assert verified(capsys, tmp_path)[0] == 2
+
+
+def test_figures_and_settings_that_contradict_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = write_comparison(tmp_path / "mine", ["smoe", "xmoe"], [0, 1], steps=4)
+    record, run = write_record(out), out / "runs/r0/seed-1"
+    assert record
+    assert verified(capsys, out)[0] == 0
+    file = run / "evaluation.json"
+    evaluation = json.loads(file.read_text())
+    evaluation["results"][0]["value"] -= 0.5
+    file.write_text(json.dumps(evaluation))
+    code, (value, recorded, _) = verified(capsys, out)
+    assert (code, value.startswith(f"{file}: a value of ")) == (1, True)
+    assert recorded == f"{file}: not what record.jsonl has of this run"
+    evaluation["results"][0]["nats"] -= 0.5 * math.log(2)
+    file.write_text(json.dumps(evaluation))
+    assert verified(capsys, out)[1][:-1] == [recorded]
+    record.unlink()
+    assert verified(capsys, out)[0] == 0
+    plan = json.loads((out / "comparison.json").read_text())
+    tuned = {"xmoe": {"row": "xmoe", "learning_rate": "1e-3", "router_lr_scale": "4"}}
+    (out / "comparison.json").write_text(json.dumps({**plan, "tuned": tuned}))
+    assert verified(capsys, out)[0] == 0
+    for changed, said in (
+        ({**plan, "settings": {**plan["settings"], "steps": 8}}, "r0/seed-0: steps is 4 there, 8 in the comparison"),
+        (
+            {**plan, "tuned": {"xmoe": {"learning_rate": "5e-1"}}},
+            "r1/seed-0: learning_rate is 0.001 there, 0.5 in the comparison",
+        ),
+    ):
+        (out / "comparison.json").write_text(json.dumps(changed))
+        assert said in verified(capsys, out)[1][0]
+        for words in (["share", str(out)], ["submit", str(out), "--router", "smoe"]):
+            assert main([*words, "--out", str(tmp_path / "packed")]) == 2
+            assert said in capsys.readouterr().err
+        assert main(["report", str(out), "--map", "none"]) == 0
+        assert said in capsys.readouterr().err
 
 
 def cut(run: Path) -> Path:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pointsman._errors import RunError
 from pointsman_lab._values import printable
 from pointsman_lab.cli.options import Parser, words
 from pointsman_lab.cli.runs import recorded_imports
@@ -37,6 +38,8 @@ def run(arguments: Sequence[str]) -> int:
         flags.without_effect(values, ("--figures", "--map"), "with --paper, which writes tables")
     from pointsman_lab import report
     from pointsman_lab.report.figures import check_formats
+    from pointsman_lab.runs.paths import COMPARISON
+    from pointsman_lab.training.compare import check_runs
 
     check_formats(values.figures or ())  # before the page, which may take a while
 
@@ -50,6 +53,11 @@ def run(arguments: Sequence[str]) -> int:
     def note(message: str) -> None:
         print(printable(message), file=sys.stderr)
 
+    for folder in (one for one in values.runs if (one / COMPARISON).is_file()):
+        try:
+            check_runs(folder)
+        except RunError as error:
+            note(f"not one comparison: {error}")
     if values.paper:
         tables = report.paper_tables(values.runs, values.paper)
         print(tables.text())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pointsman._errors import RunError
 from pointsman_lab._files import parse_json, read_json, read_lines, read_text, within
@@ -15,7 +18,7 @@ from pointsman_lab._values import printable
 from pointsman_lab.cli.options import Parser
 from pointsman_lab.runs.compact import RECORD, read_record
 from pointsman_lab.runs.comparison import Comparison, read
-from pointsman_lab.runs.paths import AUDIT, CHECKPOINTS, COMPARISON, CONFIG, EXPLORER, METRICS, VOCABULARY
+from pointsman_lab.runs.paths import AUDIT, CHECKPOINTS, COMPARISON, CONFIG, EVALUATION, EXPLORER, METRICS, VOCABULARY
 
 EPILOG = """examples:
   pointsman verify runs/mine
@@ -29,6 +32,8 @@ read.
 MOST_ENTRIES = 1_000_000
 INDEX = (".safetensors.index.json", ".bin.index.json")
 """How the names of transformers' lists of shards end."""
+WORTH: dict[Any, Callable[[float], float]] = {"bits_per_character": lambda n: n / math.log(2), "perplexity": math.exp}
+"""Metric -> what it makes of nats."""
 Check = tuple[Path, Callable[[], object]]
 
 
@@ -102,6 +107,7 @@ def checks(root: Path, kind: str) -> Iterator[Check]:
     from pointsman.traces import RoutingTrace
     from pointsman_lab.report.page import render
     from pointsman_lab.runs.checkpoints import open_checkpoint
+    from pointsman_lab.training.compare import check_runs
 
     if kind == "a routing trace":
         yield root, partial(RoutingTrace.load, root)
@@ -129,6 +135,9 @@ def checks(root: Path, kind: str) -> Iterator[Check]:
     elif kind in ("a run", "an audit", "a comparison"):
         yield root, lambda: render(read(root))
         yield root, partial(_finished, root)
+    if kind == "a comparison":
+        yield root, partial(check_runs, root)
+        yield root, partial(_as_recorded, root)
 
 
 def entries(root: Path) -> Iterator[Path]:
@@ -169,6 +178,10 @@ def _entry(root: Path, place: Path, theirs: bool) -> None:
         from pointsman_lab.report.inside import readable
 
         found = read_json(place) or {}
+        for result in found.get("results", ()) if fnmatchcase(place.name, "evaluation*.json") else ():
+            nats, value, worth = result.get("nats"), result.get("value"), WORTH.get(result.get("metric"))
+            if worth and None not in (nats, value) and not math.isclose(worth(nats), value, rel_tol=1e-6):
+                raise RunError(f"{place}: a value of {value} at k = {result['top_k']}, its nats say {worth(nats)}")
         if place.name == EXPLORER and not readable(found):
             raise RunError(f"{place}: no whole sample; `report` makes it anew or leaves it out")
 
@@ -214,6 +227,13 @@ def _shards(file: Path) -> None:
     for name in sorted(set(map(str, weights.values()))):
         if not (file.parent / name).is_file():
             raise RunError(f"{file}: {name} is missing")
+
+
+def _as_recorded(root: Path) -> None:
+    for entry in read_record(root):
+        file = within(root, *entry["path"].split("/"), EVALUATION)
+        if file.is_file() and read_json(file) != entry["files"][EVALUATION]:
+            raise RunError(f"{file}: not what {RECORD} has of this run")
 
 
 def _finished(root: Path) -> None:
