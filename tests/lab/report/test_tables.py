@@ -232,6 +232,15 @@ def test_experts_a_token_are_a_column_where_they_are_not_k(tmp_path: Path) -> No
     table = ComparisonTable.read(path)
     assert [row[table.grid().header.index("experts/token")] for row in table.grid().rows] == ["-", "4.00 ± 0.00"]
     assert [row["experts_per_token"] for row in tidy(read_comparison(path)) if row["k"] == 8] == [8, 8, 4, 4]
+    for file in path.glob("runs/r1/*/evaluation.json"):  # all experts at every k
+        record = json.loads(file.read_text())
+        for result in record["results"]:
+            for layer in result["routers"].values():
+                layer["experts_per_token"] = 8.0
+        file.write_text(json.dumps(record))
+    table = ComparisonTable.read(path)
+    each = " / ".join(["8.00 ± 0.00"] * 4)
+    assert [row[table.grid().header.index("experts/token")] for row in table.grid().rows] == ["-", each]
 
 
 def test_names_baseline_and_columns_of_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,7 @@ class Row:
         router_parameters: trainable parameters of all routers; None for dense models.
         cost: of a token at the first k of training: "flops", "active" and "total" parameters; empty where not recorded.
         step_seconds: median training step.
-        experts: mean number of experts a token at the largest k, where the evaluation recorded it.
+        experts: k -> mean number of experts a token, where the evaluation recorded it.
         done, missing: seeds with and without an evaluation.
         ranges: k -> the ends of an audit's 95 % interval.
     """
@@ -58,11 +58,18 @@ class Row:
     entropy: Cell
     router_parameters: int | None
     step_seconds: Cell
-    experts: Cell
+    experts: Mapping[int, Cell]
     done: Sequence[int]
     missing: Sequence[int]
     ranges: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     cost: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def experts_a_token(self) -> str:
+        """At the largest k; at every k where at some k there are more than k."""
+        each = [cell.text(2) for cell in self.experts.values()] or [NONE]
+        more = any((cell.mean or 0) > k + 1e-6 for k, cell in self.experts.items())
+        return " / ".join(each) if more else each[-1]
 
 
 @dataclass(frozen=True)
@@ -148,8 +155,10 @@ class ComparisonTable(Forms):
 
     @property
     def varies(self) -> bool:
-        """Whether some row's tokens do not all get k experts: a column then says how many."""
-        return any(row.experts.mean is not None and abs(row.experts.mean - max(self.top_k)) > 1e-6 for row in self.rows)
+        """Whether some row's tokens do not all get k experts, or not the largest k: a column then says how many."""
+        most = max(self.top_k, default=0)
+        of = ((k if k < max(row.experts) else most, one.mean) for row in self.rows for k, one in row.experts.items())
+        return any(mean is not None and abs(mean - k) > 1e-6 for k, mean in of)
 
     def grid(self) -> Grid:
         """Routers x k as text, with what they cost; the best of each k in bold."""
@@ -158,7 +167,7 @@ class ComparisonTable(Forms):
                 row.router,
                 *(self.quality(row, k).shown(self.metric) for k in self.top_k),
                 row.entropy.text(3),
-                *([row.experts.text(2)] if self.varies else []),
+                *([row.experts_a_token] if self.varies else []),
                 *([] if self.audit else self._costs(row)),
             ]
             for row in self.rows
@@ -275,8 +284,11 @@ class ComparisonTable(Forms):
 def _row(comparison: Comparison, router: str, split: str) -> Row:
     done = [run for run in comparison.of(router) if run.done]
     quality: dict[int, dict[int, float]] = {}
+    experts: dict[int, dict[int, float]] = {}
     for run in done:
         for k, result in run.results(split).items():
+            if (mean := over_layers(result, "experts_per_token")) is not None:
+                experts.setdefault(k, {})[run.seed] = mean
             if (value := finite(result.get("value"))) is not None:
                 quality.setdefault(k, {})[run.seed] = value
     parameters = [value for run in done if (value := finite(run.evaluation.get("router_parameters"))) is not None]
@@ -289,7 +301,7 @@ def _row(comparison: Comparison, router: str, split: str) -> Row:
         router_parameters=int(parameters[0]) if parameters and has_router else None,
         cost=cost_of(done),
         step_seconds=Cell({seed: value for seed, value in seconds.items() if value is not None}),
-        experts=_at_largest_k(done, split, "experts_per_token"),
+        experts={k: Cell(values) for k, values in sorted(experts.items())},
         done=[run.seed for run in done],
         missing=[seed for seed in comparison.seeds if seed not in {run.seed for run in done}],
         ranges={
