@@ -35,7 +35,8 @@ def parser() -> Parser:
     flags.add_argument("--uneven", action="store_true", help=told)
     flags.add_argument("--method", default="reap", help="reap, frequency, norm, mean, hc-smoe, m-smoe, search, random")
     flags.add_argument("--data", default="stdlib", metavar="NAME|PATH,…", help="one domain or several (stdlib)")
-    flags.add_argument("--heal", type=whole(0), default=0, metavar="N", help="steps of distillation afterwards (0)")
+    told = "steps of distillation afterwards, of the random prunings, too (0)"
+    flags.add_argument("--heal", type=whole(0), default=0, metavar="N", help=told)
     flags.add_argument("--random", type=whole(1), default=3, metavar="N", help="random prunings beside it (3)")
     flags.add_argument("--eval-tokens", default=50_000, help="tokens to read (default: 50000)")
     flags.add_argument("--length", type=whole(2, "length"), default=512, metavar="N", help="tokens a row (512)")
