@@ -14,6 +14,7 @@ import torch
 
 from pointsman._errors import RunError, Stopped
 from pointsman.routers.frame.registry import ROUTERS, parse_spec
+from pointsman_lab.cli.exam import parser, plan_of
 from pointsman_lab.cli.main import main
 from pointsman_lab.data.catalog import data_folder
 from pointsman_lab.exam import cell as cells_module
@@ -301,6 +302,22 @@ def test_a_mistake_is_one_line(words: list[str], told: str, tmp_path: Path, caps
     error = capsys.readouterr().err
     assert told in error
     assert error.count("\n") == 1
+
+
+def test_a_file_that_is_imported_as_well_has_its_routers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(imports, "_IMPORTED", {})
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(ROUTERS, "mine", ROUTERS["smoe"])
+    del ROUTERS["mine"]
+    file = tmp_path / "mine.py"
+    file.write_text(ROUTER.replace("from my_scale import SCALE", ""))
+    imports.import_named(str(file))
+    values = parser().parse_args([str(file), "--quick"])
+    values.imports = [str(file)]
+    assert plan_of(values).rows == (*ALWAYS, "mine")
+    for module in [name for name in sys.modules if name.startswith("pointsman_import_")]:
+        del sys.modules[module]
 
 
 def test_what_a_task_lacks_is_no_refusal_of_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

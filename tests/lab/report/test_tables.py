@@ -17,7 +17,7 @@ from pointsman_lab.cli.main import main
 from pointsman_lab.report.cell import Cell, significantly_best
 from pointsman_lab.report.results import tidy
 from pointsman_lab.report.tables import ComparisonTable
-from pointsman_lab.runs.comparison import read_comparison
+from pointsman_lab.runs.comparison import read, read_comparison
 from pointsman_lab.runs.paths import REPEAT
 from tests.lab.report.fixtures import write_comparison, write_run
 
@@ -179,6 +179,14 @@ def test_several_runs_of_one_kind_are_refused(tmp_path: Path) -> None:
     runs = [read_run(write_run(tmp_path / name, "smoe", 0)) for name in ("a", "b")]
     with pytest.raises(RunError, match="two runs with router 'smoe' and seed 0"):
         gather(runs)
+
+
+def test_a_comparison_beside_another_one_is_told_with_its_runs(tmp_path: Path) -> None:
+    first, second = (write_comparison(tmp_path / name, ("smoe",), (0, 1)) for name in ("a", "b"))
+    runs = ", ".join(str(first / "runs" / "r0" / f"seed-{seed}") for seed in (0, 1))
+    told = f"{first} is a comparison: name it alone, or of its runs those to report: {runs}"
+    with pytest.raises(RunError, match=f"^{re.escape(told)}$"):
+        read([first, second])
 
 
 def test_attacks_at_other_values_of_k_stay_in_their_columns(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def plan_of(values: argparse.Namespace) -> Plan:
     """What the flags ask for."""
-    from pointsman.routers.frame.registry import list_mixers, list_routers
+    from pointsman.routers.frame.registry import ROUTERS, list_mixers, list_routers
     from pointsman_lab.exam.exam import ALWAYS, Plan
     from pointsman_lab.exam.scores import QUICK, tasks
     from pointsman_lab.runs.imports import import_named
@@ -75,7 +75,9 @@ def plan_of(values: argparse.Namespace) -> Plan:
     if values.routers.endswith(".py"):
         before = set(list_routers())
         imports.append(import_named(values.routers))
-        rows = [name for name in list_routers() if name not in before]
+        of = {name: sys.modules.get((one.choose or one.build).__module__) for name, one in ROUTERS.items()}
+        here = {name for name, module in of.items() if getattr(module, "__file__", "") == imports[-1]}  # --import, too
+        rows = [name for name in list_routers() if name not in before - here]
         if not rows:
             mixers = ", ".join(f"smoe+{name}" for name in list_mixers())
             raise RunError(f"{values.routers} registers no router but a mixer; name specs instead, as {mixers}")

@@ -211,4 +211,12 @@ def read(path: Path | Sequence[Path]) -> Comparison:
     paths = [Path(path)] if isinstance(path, str | Path) else [Path(one) for one in path]
     if not paths:
         raise RunError("report: name at least one run or comparison directory")
-    return read_comparison(paths[0]) if len(paths) == 1 else gather([read_run(one) for one in paths])
+    if len(paths) == 1:
+        return read_comparison(paths[0])
+    for one in paths:
+        if (one / COMPARISON).is_file():
+            runs = ", ".join(str(found.path) for found in read_comparison(one).runs.values())
+            raise RunError(
+                f"{one} is a comparison: name it alone, or of its runs those to report: {runs or 'none yet'}"
+            )
+    return gather([read_run(one) for one in paths])
