@@ -121,9 +121,8 @@ def freeze(model: nn.Module, *roles: str) -> None:
     known = {role for module in model.modules() if isinstance(role := getattr(module, "role", None), str)}
     for role in roles:
         if role not in known:
-            raise ValueError(
-                f"freeze: no part of {type(model).__name__} has the role {role!r}: {did_you_mean(role, known)}"
-            )
+            raise ValueError(f"freeze: no part of {type(model).__name__} has the role {role!r}: "
+                             f"{did_you_mean(role, known)}")  # fmt: skip
     for module in model.modules():
         if getattr(module, "role", None) in roles:
             module.requires_grad_(False)
@@ -219,9 +218,7 @@ def materialize(model: nn.Module) -> nn.Module:
         with torch.no_grad():
             weights = router.score.plain_linear()
         if weights is None:
-            raise ValueError(
-                f"materialize: layer {name!r} has the router {router.spec!r}, which no linear router equals"
-            )
+            raise ValueError(f"materialize: layer {name!r}: no linear router equals {router.spec!r}")
         weight, bias = weights
         scorer = LinearScorer(router.dim, router.num_experts, bias=bias is not None).to(weight.device, weight.dtype)
         with torch.no_grad():

@@ -64,10 +64,8 @@ def check_weights(router: str, num_experts: int, top_k: int) -> None:
         routing = plain(torch.randn(1, 16, 8))
     total = routing.weights.sum(-1)
     if not torch.allclose(total, torch.ones_like(total), atol=1e-5):
-        raise ValueError(
-            f"upcycle: the combine weights of {router!r} do not sum to 1, so the mixture would not equal the dense "
-            "model"
-        )
+        raise ValueError(f"upcycle: the combine weights of {router!r} do not sum to 1, so the mixture would not equal "
+                         "the dense model")  # fmt: skip
     if type(routing.combine) not in (Combine, Dense):
         raise ValueError(f"upcycle: router {router!r} does not only weigh outputs; build MoE with it yourself")
 

@@ -110,10 +110,9 @@ class LossDelivery(nn.Module):
         if self._compiled is not None:
             found.append(self._compiled)
         if self.training and self._without_gradients and not found:
-            raise ValueError(
-                "add_losses: the last training forward was without gradients, and so are its losses; activation "
-                "checkpointing needs use_reentrant=False, and a part that does not train eval()"
-            )
+            raise ValueError("add_losses: the last training forward was without gradients, and so are its losses; "
+                             "activation checkpointing needs use_reentrant=False, and a part that does not train "
+                             "eval()")  # fmt: skip
         self._kept, self._compiled, self._without_gradients, self._lost, self._steps = [], None, False, 0, 0
         losses = [loss for kept in found for loss in kept.losses]
         for kept in found:
@@ -285,15 +284,11 @@ def _check_ranks(model: nn.Module, ranks: Ranks) -> None:
     every = [one for part in model.modules() if isinstance(one := getattr(part, "ranks", None), Ranks)]
     own = max((one.count for one in every), default=1)
     if own > ranks.count:
-        raise ValueError(
-            f"add_losses: the model is divided over {own} ranks: write add_losses(loss, model, ranks), which divides "
-            "the loss; divide it neither before nor after"
-        )
+        raise ValueError(f"add_losses: the model is divided over {own} ranks: write add_losses(loss, model, ranks), "
+                         "which divides the loss; divide it neither before nor after")  # fmt: skip
     if own < ranks.count:
-        raise ValueError(
-            f"add_losses: ranks are {ranks.count}, but the model is not divided by parallelize: under DDP, which "
-            "averages gradients, leave ranks out"
-        )
+        raise ValueError(f"add_losses: ranks are {ranks.count}, but the model is not divided by parallelize: under "
+                         "DDP, which averages gradients, leave ranks out")  # fmt: skip
 
 
 def losses(model: nn.Module) -> dict[str, dict[str, Tensor]]:
@@ -310,10 +305,8 @@ def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
     found = deliveries(model)
     for name, one in found.items():
         if one.how != "attach":
-            raise ValueError(
-                f"set_loss_scale: layer {name!r} attaches no losses: scale the loss that add_losses returns, or build "
-                "the layer with attach_losses=True"
-            )
+            raise ValueError(f"set_loss_scale: layer {name!r} attaches no losses: scale the loss that add_losses "
+                             "returns, or build the layer with attach_losses=True")  # fmt: skip
     for one in found.values():
         one.scale.copy_(torch.as_tensor(scale))
         one.knows_scale = True

@@ -66,14 +66,11 @@ class MoE(nn.Module):
             told = f"router={type(router).__name__}(…): allowed are a spec and a pointsman.Router"
             raise ValueError(f"{told}; 'smoe' is a linear gate, with bias=false one without a bias")
         if (router.dim, router.num_experts) != (dim, num_experts):
-            raise ValueError(
-                f"router {router.spec!r} has dim={router.dim}, num_experts={router.num_experts}; "
-                f"the layer has dim={dim}, num_experts={num_experts}"
-            )
+            raise ValueError(f"router {router.spec!r} has dim={router.dim}, num_experts={router.num_experts}; the "
+                             f"layer has dim={dim}, num_experts={num_experts}")  # fmt: skip
         if experts == "base" and router.needs_moe:
-            raise ValueError(
-                f"router {router.spec!r} does not only weigh outputs; experts='base' allows no such router"
-            )
+            raise ValueError(f"router {router.spec!r} does not only weigh outputs; experts='base' allows no such "
+                             "router")  # fmt: skip
         self.router = router
         self.experts: Experts | BaseExperts = EXPERTS[experts](
             dim, hidden_dim, num_experts, activation=activation, gated=gated, bias=bias, dropout=dropout

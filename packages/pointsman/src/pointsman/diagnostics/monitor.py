@@ -170,10 +170,9 @@ class RoutingMonitor:
         if self._batches == 0 or self._step % self.every:
             return []
         if not any(window.tokens or window.entropy.tensors for window in self._windows.values()):
-            raise ValueError(
-                f"RoutingMonitor: no router ran in {self._batches} observed steps; if the model was compiled and has "
-                "run before, call torch.compiler.reset() first: compiled code calls no hooks that came later"
-            )
+            raise ValueError(f"RoutingMonitor: no router ran in {self._batches} observed steps; if the model was "
+                             "compiled and has run before, call torch.compiler.reset() first: compiled code calls no "
+                             "hooks that came later")  # fmt: skip
         rows: list[dict[str, Any]] = []
         for name, window in self._over_ranks().items():
             if window.entropy.tensors:

@@ -238,10 +238,9 @@ class Fluctuation(Diagnostic):
     def update(self, routing: Routing, other: Routing, mask: Tensor | None = None) -> None:
         """Adds two routings of the same tokens; `mask` [tokens], True for a real token."""
         if routing.experts.shape[0] != other.experts.shape[0] or routing.num_experts != other.num_experts:
-            raise ValueError(
-                f"Fluctuation: routings of {routing.experts.shape[0]} tokens over {routing.num_experts} experts and of "
-                f"{other.experts.shape[0]} over {other.num_experts}; both must be of the same tokens and experts"
-            )
+            raise ValueError(f"Fluctuation: routings of {routing.experts.shape[0]} tokens over {routing.num_experts} "
+                             f"experts and of {other.experts.shape[0]} over {other.num_experts}; both must be of the "
+                             "same tokens and experts")  # fmt: skip
         num_experts = routing.num_experts
         first, second = first_choice(routing, mask), first_choice(other, mask)
         real = (first >= 0) & (second >= 0)

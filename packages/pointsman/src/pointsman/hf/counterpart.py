@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -77,8 +78,7 @@ def same_forward(spec: str, other: str) -> bool:
 def load_gate(router: Router, gate: Gate) -> Router:
     """Copies a gate's weight, bias, correction bias and table of token ids into a router, in place; returns the router.
 
-    Raises:
-        ValueError: the router has no bias, no correction bias or no table for that of the gate.
+    ValueError if the router has no bias, no correction bias or no table for that of the gate.
     """
     owner = gate.module.get_submodule(gate.form.owner)
     weight, bias, correction = owner.get_parameter("weight"), getattr(owner, "bias", None), correction_bias(gate)
@@ -166,9 +166,8 @@ def _candidates(gate: Gate) -> Iterator[tuple[str, list[str]]]:
     nulls = [f"nulls={virtual}", "kind=copy"] if (virtual := virtual_experts_of(gate)) else []
     if gate.form.table:
         columns = f"columns={gate.module.get_buffer(gate.form.table).shape[1]}"
-        for kind in ("softmax", "sigmoid", "sqrtsoftplus"):
-            for renormalize in renormalized:
-                yield "hash", [columns, f"gate={kind}", *renormalize]
+        for kind, renormalize in product(("softmax", "sigmoid", "sqrtsoftplus"), renormalized):
+            yield "hash", [columns, f"gate={kind}", *renormalize]
         return
     if gate.layout is not None:
         yield from _candidates_of_layout(gate, bias)
@@ -176,15 +175,12 @@ def _candidates(gate: Gate) -> Iterator[tuple[str, list[str]]]:
     reach = getattr(gate.module, "router_jitter_noise", None)
     if isinstance(reach, float) and not nulls:
         yield "sparsemixer", [f"r={reach:g}"]
-    for kind in ("softmax", "sigmoid"):
-        for renormalize in renormalized:
-            yield "smoe", [*([] if kind == "softmax" else [f"gate={kind}"]), *bias, *nulls, *renormalize]
+    for kind, renormalize in product(("softmax", "sigmoid"), renormalized):
+        yield "smoe", [*([] if kind == "softmax" else [f"gate={kind}"]), *bias, *nulls, *renormalize]
     if "loss-free" not in list_routers():
         return
-    for kind in ("sigmoid", "softmax", "sqrtsoftplus"):
-        for groups in _groups(gate):
-            for renormalize in renormalized:
-                yield "loss-free", [*([] if kind == "sigmoid" else [f"gate={kind}"]), *groups, *nulls, *renormalize]
+    for kind, groups, renormalize in product(("sigmoid", "softmax", "sqrtsoftplus"), _groups(gate), renormalized):
+        yield "loss-free", [*([] if kind == "sigmoid" else [f"gate={kind}"]), *groups, *nulls, *renormalize]
     for renormalize in renormalized:
         yield "loss-free", ["biased=logits", *nulls, *renormalize]
 

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pointsman.diagnostics.observe import evaluating
 from pointsman.hf.layouts import LAYOUTS, Form, Kind, Layout, NotAGateError, arguments_of, positions, read_output
 
 PROBE_TOKENS = 6
-NO_GATE = "{}: no gate next to experts: not a known mixture of experts"
 BY_TOKEN_ID = "chooses experts by token id, from a table"
 TOKEN_IDS = "input_ids"
 OTHER_BLOCKS = {
@@ -93,11 +93,7 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
 
 
 def find_gates(model: nn.Module) -> list[Gate]:
-    """Every gate of a model, in the order of its layers.
-
-    Raises:
-        ValueError: the model has no gate, or its candidates are not gates; the message says why.
-    """
+    """Every gate of a model, in the order of its layers; ValueError, which says why, if it has none."""
     gates, reasons = survey(model)
     if not gates:
         raise ValueError(reasons[0] if reasons else no_gate(model))
@@ -108,7 +104,8 @@ def no_gate(model: nn.Module) -> str:
     """Why a model without candidates has none."""
     names = {type(module).__name__ for module in model.modules()}
     known = sorted(names & OTHER_BLOCKS.keys())
-    return f"{known[0]} {OTHER_BLOCKS[known[0]]}" if known else NO_GATE.format(type(model).__name__)
+    other = f"{type(model).__name__}: no gate next to experts: not a known mixture of experts"
+    return f"{known[0]} {OTHER_BLOCKS[known[0]]}" if known else other
 
 
 def survey(model: nn.Module) -> tuple[list[Gate], list[str]]:
@@ -131,11 +128,7 @@ def survey(model: nn.Module) -> tuple[list[Gate], list[str]]:
 
 
 def table_of(module: nn.Module) -> str:
-    """The name of the gate's buffer [V, k] of whole numbers, the experts of each token id.
-
-    Raises:
-        NotAGateError: it has none, or several.
-    """
+    """The name of the gate's buffer [V, k] with the experts of each token id; NotAGateError unless there is one."""
     tables = [name for name, one in module.named_buffers() if one.dim() == 2 and not one.is_floating_point()]
     if len(tables) != 1:
         raise NotAGateError(f"{type(module).__name__} {BY_TOKEN_ID} that is not found")
@@ -143,10 +136,9 @@ def table_of(module: nn.Module) -> str:
 
 
 def extras_of(module: nn.Module, block: nn.Module) -> tuple[tuple[str, ...], str]:
-    """Names of the block's tensors that the gate's forward takes after the hidden states; its table of token ids or "".
+    """The block's tensors that the gate's forward takes after the hidden states, and its table of token ids or "".
 
-    Raises:
-        NotAGateError: the gate needs an argument that is not a tensor of the block.
+    NotAGateError if it needs an argument that is not a tensor of the block.
     """
     names, table = [], ""
     for parameter in list(inspect.signature(type(module).forward).parameters.values())[2:]:
@@ -163,11 +155,7 @@ def extras_of(module: nn.Module, block: nn.Module) -> tuple[tuple[str, ...], str
 
 @torch.no_grad()
 def probe(name: str, layer: str, module: nn.Module, block: nn.Module) -> Gate:
-    """Determines a gate's form by calling it on random vectors.
-
-    Raises:
-        NotAGateError: its output is not that of a gate, or its weights are not loaded.
-    """
+    """Determines a gate's form by calling it on random vectors; NotAGateError if it is none, or is not loaded."""
     owner = owner_of(module)
     holder = module.get_submodule(owner)
     weight, bias = holder.get_parameter("weight"), getattr(holder, "bias", None)
@@ -189,9 +177,7 @@ def probe(name: str, layer: str, module: nn.Module, block: nn.Module) -> Gate:
     extras, table = extras_of(module, block)
     form = Form(owner, False, extras, 0, 0, 0, "other", True, table=table)
     arguments = arguments_of(module, block, form, PROBE_TOKENS)
-    training = module.training
     kept = distinct_table(module, table)
-    module.eval()
     try:
         output, sequence = run_gate(module, hidden, arguments)
         logits, weights, indices = positions(type(module).__name__, output, PROBE_TOKENS)
@@ -207,7 +193,6 @@ def probe(name: str, layer: str, module: nn.Module, block: nn.Module) -> Gate:
         gate = Gate(name, layer, module, block, num_experts, dim, form)
         form = replace(form, kind=_kind(gate, hidden, arguments))
     finally:
-        module.train(training)
         if blank:
             weight.zero_()
         if kept is not None:
@@ -247,17 +232,23 @@ def call_gate(gate: Gate) -> Any:
     routed = hasattr(module, "pointsman_form")
     width = gate.num_experts if routed else gate.dim
     hidden = torch.zeros(PROBE_TOKENS, width, device=tensor.device, dtype=tensor.dtype)
-    call = partial(module.own_class.forward, module) if routed else getattr(module.forward, "replaces", module.forward)
-    return call(hidden[None] if gate.form.sequence else hidden, *gate.arguments(PROBE_TOKENS))
+    call = partial(module.own_class.forward, module) if routed else original_forward(module)
+    with evaluating(module):
+        return call(hidden[None] if gate.form.sequence else hidden, *gate.arguments(PROBE_TOKENS))
+
+
+def original_forward(module: nn.Module) -> Any:
+    """The forward of a module without hooks, and its own where a replay is active."""
+    return getattr(module.forward, "replaces", module.forward)
 
 
 def run_gate(module: nn.Module, hidden: Tensor, arguments: list[Tensor]) -> tuple[Any, bool]:
     """The output for hidden [N, dim] (or as one sequence, if the class wants it so), and whether it was that."""
     problem: Exception | None = None
-    forward = getattr(module.forward, "replaces", module.forward)  # its own where a replay is active
     for sequence in (False, True):
         try:
-            output = forward(hidden[None].clone() if sequence else hidden.clone(), *arguments)  # without hooks
+            with evaluating(module):
+                output = original_forward(module)(hidden[None].clone() if sequence else hidden.clone(), *arguments)
         except Exception as error:  # any error means that the class does not accept this shape
             problem = error
             continue

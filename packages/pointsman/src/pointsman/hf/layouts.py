@@ -118,10 +118,6 @@ class Layout:
     note: str = ""
     jitter: tuple[str, float | None] | None = None
 
-    def cast(self, output: Any, dtype: torch.dtype) -> Any:
-        """The output with weights in the dtype of the model, which its block does not convert."""
-        return self.replaced(output, self.carrier(output).to(dtype))
-
     def carrier(self, output: Any) -> Tensor:
         """The tensor through which the block's gradient reaches the router."""
         tensor: Tensor = output if self.weights is None else output[self.weights]
@@ -202,9 +198,7 @@ def _write_nllb(logits: Tensor, weights: Tensor, experts: Tensor, shape: tuple[i
 
 
 LAYOUTS = {
-    "Llama4Router": Layout(
-        "sigmoid", _read_llama4, _write_llama4, 0, options=("weigh=input",)
-    ),
+    "Llama4Router": Layout("sigmoid", _read_llama4, _write_llama4, 0, options=("weigh=input",)),
     "DbrxRouter": Layout("softmax", _read_dbrx, None, None, jitter=("moe_jitter_eps", None)),
     "JetMoeTopKGating": Layout("softmax", _read_jetmoe, _write_jetmoe, 2, block="JetMoeMoE", own_k=True),
     "SwitchTransformersTop1Router": Layout(
@@ -240,11 +234,7 @@ def read_output(form: Form, module: nn.Module, block: nn.Module, output: Any) ->
 def read_any(
     form: Form | None, module: nn.Module, block: nn.Module, output: Any, tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`read_output`, by what is returned if the form is not known.
-
-    Raises:
-        NotAGateError: no form, and the output is not that of a gate.
-    """
+    """`read_output`, by what is returned if the form is not known; NotAGateError if no gate returns that."""
     if form is not None:
         found = read_output(form, module, block, output)
     elif isinstance(output, tuple):

@@ -36,9 +36,7 @@ def whole_model(name: str, load: Callable[[], tuple[Any, Any]]) -> Any:
     """The model of (model, loading info); RunError if it cannot be loaded, or if the saved one lacks weights."""
     model, info = load_named(name, "model", load)
     if missing := sorted(info["missing_keys"]):
-        raise RunError(
-            f"{name}: the saved model lacks {len(missing)} weights of {type(model).__name__}: {missing[0]}, …"
-        )
+        raise RunError(f"{name}: the saved {type(model).__name__} lacks {len(missing)} weights: {missing[0]}, …")
     return model
 
 

@@ -36,11 +36,7 @@ def max_top_k(gate: Gate) -> int:
 
 
 def gate_top_k(gate: Gate) -> TopKField:
-    """The attribute from which this gate reads k.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The attribute from which this gate reads k; ValueError if there is none."""
     kind = type(gate.module).__name__
     if gate.layout is not None and gate.layout.fixed_k is not None:
         raise ValueError(f"set_top_k: layer {gate.layer!r}: {kind} always chooses {gate.layout.fixed_k}")
@@ -96,26 +92,18 @@ def _copies(model: nn.Module, current: set[int]) -> Iterator[TopKField]:
 @torch.no_grad()
 def _check_accepts(gate: Gate, field: TopKField, k: int) -> None:
     """Raises ValueError unless the gate, with this k, returns k experts per token."""
-    if k == field.value or tensor_of(gate.module).is_meta:
+    kind = type(gate.module).__name__
+    if k == field.value or tensor_of(gate.module).is_meta or (gate.form.table and hasattr(gate.module, "pointsman")):
         return
     if gate.form.table:
-        if hasattr(gate.module, "pointsman"):
-            return
-        name = type(gate.module).__name__
-        raise ValueError(f"set_top_k: layer {gate.layer!r}: {name} {BY_TOKEN_ID} of {field.value}")
-    before, training = field.value, gate.module.training
-    gate.module.eval()
+        raise ValueError(f"set_top_k: layer {gate.layer!r}: {kind} {BY_TOKEN_ID} of {field.value}")
+    before = field.value
     setattr(field.owner, field.attribute, k)
     try:
         given = int(gate.routed(call_gate(gate))[2].shape[-1])
     except (RuntimeError, ValueError, AssertionError, NotAGateError) as error:
-        raise ValueError(
-            f"set_top_k: layer {gate.layer!r}: {type(gate.module).__name__} does not work with k = {k} ({error})"
-        ) from None
+        raise ValueError(f"set_top_k: layer {gate.layer!r}: {kind} does not work with k = {k} ({error})") from None
     finally:
         setattr(field.owner, field.attribute, before)
-        gate.module.train(training)
     if given != k:
-        raise ValueError(
-            f"set_top_k: layer {gate.layer!r}: {type(gate.module).__name__} chooses {given} experts whatever k is"
-        )
+        raise ValueError(f"set_top_k: layer {gate.layer!r}: {kind} chooses {given} experts whatever k is")

@@ -58,7 +58,5 @@ def transformed() -> bool:
 def refuse_second_derivatives() -> None:
     """To be called in a backward pass, where gradients are enabled only under `create_graph=True`."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError(
-            "the experts' fast path has no second derivatives: leave create_graph=True out, or compute the forward "
-            "inside `with using(PLAIN):` (pointsman.ops.kernels)"
-        )
+        raise RuntimeError("the experts' fast path has no second derivatives: leave create_graph=True out, or compute "
+                           "the forward inside `with using(PLAIN):` (pointsman.ops.kernels)")  # fmt: skip

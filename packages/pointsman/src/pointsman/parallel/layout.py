@@ -35,10 +35,8 @@ class Layout:
         if self.world % self.replicas:
             raise RunError(f"replicas={self.replicas} does not divide {self.world} ranks; {_divisors(self.world)} do")
         if self.shards % self.experts:
-            raise RunError(
-                f"experts={self.experts} does not divide {self.shards} ranks ({self.world} ranks / {self.replicas} "
-                f"replicas); {_divisors(self.shards)} do"
-            )
+            raise RunError(f"experts={self.experts} does not divide {self.shards} ranks ({self.world} ranks / "
+                           f"{self.replicas} replicas); {_divisors(self.shards)} do")  # fmt: skip
 
     @property
     def shards(self) -> int:
@@ -73,10 +71,8 @@ class Layout:
     def check_experts(self, num_experts: int) -> None:
         """Raises RunError unless every rank can hold the same number of the layer's experts."""
         if num_experts % self.experts:
-            raise RunError(
-                f"experts={self.experts} does not divide the {num_experts} experts of a layer; "
-                f"{_divisors(num_experts)} do"
-            )
+            raise RunError(f"experts={self.experts} does not divide the {num_experts} experts of a layer; "
+                           f"{_divisors(num_experts)} do")  # fmt: skip
 
     def __str__(self) -> str:
         parts = [f"{name}={getattr(self, name)}" for name in PARTS if getattr(self, name) > 1]

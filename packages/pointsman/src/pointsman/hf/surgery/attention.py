@@ -59,9 +59,7 @@ class Tracer:
                 raise ValueError(f"attention-informed routing does not support attention with {name!r}")
         window = kwargs.get("sliding_window")
         if isinstance(window, int) and window < key.shape[2]:
-            raise ValueError(
-                f"attention-informed routing needs sequences of at most {window} tokens, the attention's sliding window"
-            )
+            raise ValueError(f"attention-informed routing needs sequences of at most {window} tokens, its window")
         scale = kwargs.get("scaling")
         self.kept = query, key, value, float(query.shape[-1] ** -0.5 if scale is None else scale)
 
@@ -76,9 +74,7 @@ class Tracer:
 
     def finish(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.kept is None:
-            raise ValueError(
-                f"{type(module).__name__} computed without the attention interface: no trace for its router"
-            )
+            raise ValueError(f"{type(module).__name__} computed without the attention interface: no trace")
         query, key, value, scale = self.kept
         self.kept = None
         result = output[0] if isinstance(output, tuple) else output
@@ -96,11 +92,7 @@ class Tracer:
 
 
 def find_attention(model: nn.Module, gate_name: str) -> tuple[nn.Module, nn.Module]:
-    """The attention module before a gate's block, and its output projection.
-
-    Raises:
-        ValueError: there is none, or it is not a plain attention with one output projection.
-    """
+    """The plain attention before a gate's block, and its only output projection; ValueError if there is none."""
     where = f"layer {gate_name.rpartition('.')[0]!r}: attention-informed routing"
     path = gate_name.split(".")
     for depth in range(len(path) - 1, 0, -1):
@@ -124,16 +116,13 @@ def _projection(attention: Any, where: str) -> nn.Module:
     query = getattr(attention, "q_proj", None)
     wide = isinstance(query, nn.Linear) and query.out_features > projections[0].in_features
     gates = any(hasattr(attention, name) for name in ("gate_proj", "g_proj", "gate", "o_norm"))
-    if gates or (wide and not _latent(attention)):
+    # queries and keys of latent attention are wider than values without a gate
+    latent = hasattr(attention, "kv_a_proj_with_mqa") or hasattr(attention, "kv_b_proj")
+    if gates or (wide and not latent):
         raise ValueError(f"{where} needs heads that are projected unchanged; {kind} gates them")
     if not getattr(attention, "is_causal", True):
         raise ValueError(f"{where} needs causal attention; {kind} is not")
     return projections[0]
-
-
-def _latent(attention: Any) -> bool:
-    """Whether it is multi-head latent attention, in which queries and keys are wider than values without a gate."""
-    return hasattr(attention, "kv_a_proj_with_mqa") or hasattr(attention, "kv_b_proj")
 
 
 def trace(model: Any, gate_name: str, gate: nn.Module, state: ForwardState) -> None:
@@ -149,6 +138,5 @@ def trace(model: Any, gate_name: str, gate: nn.Module, state: ForwardState) -> N
 def check_implementation(model: Any) -> None:
     """Raises ValueError if the model's attention implementation cannot be traced."""
     if model.config._attn_implementation not in ("sdpa", "eager", NAME):
-        raise ValueError(
-            f"attention-informed routing works with sdpa attention, not with {model.config._attn_implementation!r}"
-        )
+        raise ValueError("attention-informed routing works with sdpa attention, not with "
+                         f"{model.config._attn_implementation!r}")  # fmt: skip

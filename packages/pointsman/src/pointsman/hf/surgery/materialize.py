@@ -69,7 +69,9 @@ def plain_gates(model: nn.Module) -> list[tuple[Gate, Tensor, Tensor | None]]:
                 raise ValueError(f"{where} with a bias; {type(gate).__name__} has none")
             bias = None
         if not isinstance(router.select, ClassRule):
-            own = _class_rule(gates[name], weight, bias)
+            plain_one = copy.deepcopy(gate)
+            _plain(plain_one, weight, bias)
+            own = counterpart(replace(gates[name], module=plain_one))  # the class's own rule
             if own is None or not same_forward(router.spec, own):
                 raise ValueError(f"{where}; the rule of {type(gate).__name__} is {own or 'another one'!r}")
             trained = getattr(router.select, "bias", None)
@@ -79,13 +81,6 @@ def plain_gates(model: nn.Module) -> list[tuple[Gate, Tensor, Tensor | None]]:
     if not found:
         raise ValueError(f"materialize: no layer of {type(model).__name__} has a pointsman router")
     return found
-
-
-def _class_rule(gate: Gate, weight: Tensor, bias: Tensor | None) -> str | None:
-    """The counterpart of the class's own gate, found on a copy."""
-    plain = copy.deepcopy(gate.module)
-    _plain(plain, weight, bias)
-    return counterpart(replace(gate, module=plain))
 
 
 def _plain(gate: Any, weight: Tensor, bias: Tensor | None) -> None:

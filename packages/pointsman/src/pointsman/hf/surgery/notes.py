@@ -88,7 +88,5 @@ def check_restored(model: PreTrainedModel) -> None:
             name for name in gates if not any(hasattr(modules.get(prefix + name), CONFIG_KEY) for prefix in prefixes)
         ]
         if prefixes and lost:
-            raise ValueError(
-                f"from_pretrained: {type(model).__name__} lacks {len(lost)} of the {len(gates)} gates whose routers "
-                f"were saved: {lost[0]!r}"
-            )
+            raise ValueError(f"from_pretrained: {type(model).__name__} lacks {len(lost)} of the {len(gates)} gates "
+                             f"whose routers were saved: {lost[0]!r}")  # fmt: skip

@@ -126,9 +126,7 @@ def make_router(
     router = build_router(spec, **sizes, shared=shared, vocab_size=vocabulary).to(weight.device)
     weighed = layout is not None and router.weigh == "input"  # by the class's block
     if (router.needs_moe and not router.virtual and not weighed) or router.score.below:
-        raise ValueError(
-            f"replace_routers: {spec!r} needs more than weights of experts; only pointsman's layers give it"
-        )
+        raise ValueError(f"replace_routers: {spec!r} needs more than weights of experts, which pointsman's layers give")
     pretrained = weight.detach().float() * form.multiplier
     bias = None if bias is None else bias.detach().to(pretrained) * form.multiplier
     score = adapted(router, pretrained if start == "pretrained" else None, bias)
@@ -185,11 +183,7 @@ def _keep_precise(model: PreTrainedModel) -> None:
 
 
 def restore_routers(model: PreTrainedModel) -> None:
-    """Puts the routers named in the configuration into a new model, before its weights are loaded.
-
-    Raises:
-        ValueError: this version does not read the format in which they were saved.
-    """
+    """Puts the routers named in the configuration (ValueError: in another format) into a model without its weights."""
     kept = getattr(model.config, CONFIG_KEY, None)
     if not kept:
         return

@@ -163,9 +163,11 @@ class _Routed:
             assert layout.write is not None
             output = layout.write(routing.logits, routing.weights, routing.experts, shape)
         else:
-            output = _own_output(form, routing)
+            # a class with virtual experts of its own has them among its experts
+            places = {form.logits: routing.logits, form.weights: routing.chosen_weights, form.indices: routing.chosen}
+            output = tuple(places[place] for place in range(len(places)))
         if layout is not None:
-            output = layout.cast(output, dtype)
+            output = layout.replaced(output, layout.carrier(output).to(dtype))  # its block does not convert them
         if not (router.training and routing.statistics and torch.is_grad_enabled()):
             return output
         if layout is not None:
@@ -192,13 +194,6 @@ def _jittered(gate: Any, layout: Layout | None, hidden: Tensor) -> tuple[Tensor,
             setattr(gate, name, reach)
 
     return hidden * torch.empty_like(hidden).uniform_(1 - reach, 1 + reach), call
-
-
-def _own_output(form: Form, routing: Routing) -> tuple[Any, ...]:
-    """The tuple that the class's gate would return for this routing."""
-    # a class with virtual experts of its own has them among its experts
-    output = {form.logits: routing.logits, form.weights: routing.chosen_weights, form.indices: routing.chosen}
-    return tuple(output[place] for place in range(len(output)))
 
 
 def _gathering(weights: Tensor, router: Any, routing: Routing) -> Tensor:

@@ -22,16 +22,11 @@ from pointsman.routers.papers.topk import LinearScorer
 from pointsman.routers.papers.xmoe import TEMPERATURE_FLOOR, TemperatureGate
 from pointsman.routing import RoutingContext
 
+CAPACITY = ("capacity", "eval_capacity", "capacity_order", "capacity_scope", "capacity_unit")
 CLASS_OPTIONS = {
-    "capacity": "the model class never drops tokens",
-    "eval_capacity": "the model class never drops tokens",
-    "capacity_order": "the model class never drops tokens",
-    "capacity_scope": "the model class never drops tokens",
-    "capacity_unit": "the model class never drops tokens",
+    **dict.fromkeys(CAPACITY, "the model class never drops tokens"),
     "balance": "use pointsman.hf.balance(model, coefficient)",
-    "balance_scope": "use the model's own losses",
-    "balance_on": "use the model's own losses",
-    "z_loss": "use the model's own losses",
+    **dict.fromkeys(("balance_scope", "balance_on", "z_loss"), "use the model's own losses"),
     "weigh": "the model class decides what a weight multiplies",
     "l2": "use a weight decay of the embedding",
 }
@@ -40,6 +35,7 @@ RULES = ("smoe", "loss-free", "sparsemixer")
 SOME = ("hash", "switch")
 """The same for classes that say so: gates with a table of token ids, and those whose `Layout` has the router."""
 RULE_OPTIONS = {"gate", "renormalize", "scale", "nulls"}
+BY_SELECTION = "is defined by its selection, which the Hugging Face class does itself"
 SHARE_FROM = 2**24
 """From this number of frozen output weights on, layers share one hypernetwork, unless the spec says otherwise."""
 
@@ -59,9 +55,7 @@ def check_spec(spec: str, form: Form) -> None:
     if of_virtual and parsed.options.get("nulls", "0") == "0":
         raise ValueError(f"replace_routers: option 'kind' of {spec!r}: there are no virtual experts without nulls")
     if parsed.router in SOME and parsed.router not in own:
-        raise ValueError(
-            f"replace_routers: {spec!r} is defined by its selection, which the Hugging Face class does itself"
-        )
+        raise ValueError(f"replace_routers: {spec!r} {BY_SELECTION}")
     if has_own_rule(spec) and (parsed.mixer is not None or parsed.router not in RULES + own):
         names = sorted(RULE_OPTIONS & set(parsed.options)) or [parsed.router]
         takers = ", ".join(map(repr, RULES))
@@ -145,17 +139,12 @@ def adapted(router: Router, weight: Tensor | None, bias: Tensor | None) -> Score
     """The router's scorer for a gate with this weight [E, dim] and bias [E].
 
     Linear scorers (trained or frozen) and HyperRouter start from the weight, others at random. `weight` None: the
-    method's own initial values.
-
-    Raises:
-        ValueError: the router is not defined by its scores alone.
+    method's own initial values. ValueError if the router is not defined by its scores alone.
     """
     starts_at = entry(parse_spec(router.spec).router).starts_at
     own_rule = has_own_rule(router.spec)
     if (type(router.select) is not TopK or starts_at is not None or router.losses) and not own_rule:
-        raise ValueError(
-            f"replace_routers: {router.spec!r} is defined by its selection, which the Hugging Face class does itself"
-        )
+        raise ValueError(f"replace_routers: {router.spec!r} {BY_SELECTION}")
     score, normalize = router.score, router.normalize
     if isinstance(normalize, TemperatureGate):
         return TemperatureScorer(score, normalize)
@@ -216,36 +205,27 @@ def assigned(gates: Sequence[Gate], specs: Sequence[str]) -> list[tuple[Gate, st
 
 def check(gate: Gate, spec: str) -> None:
     """Raises ValueError unless a router of this spec can take the place of the gate."""
-    layout = gate.layout
+    layout, where, kind = gate.layout, f"replace_routers: layer {gate.layer!r}", type(gate.module).__name__
     if layout is not None and layout.write is None and has_own_rule(spec):
         own = counterpart(gate)
         if own is None or not same_forward(spec, own):
-            raise ValueError(
-                f"replace_routers: layer {gate.layer!r}: {type(gate.block).__name__} chooses and weighs the experts "
-                f"itself, after the logits; its own rule is {own or 'another one'!r}"
-            )
+            raise ValueError(f"{where}: {type(gate.block).__name__} chooses and weighs the experts itself, after the "
+                             f"logits; its own rule is {own or 'another one'!r}")  # fmt: skip
     else:
         check_spec(spec, gate.form)
-    where = f"replace_routers: layer {gate.layer!r}"
     router = getattr(gate.module, "pointsman", None)
     if router is not None:
         raise ValueError(f"{where} already has the router {router.spec!r}; materialize(model) first")
     if not gate.form.linear:
-        raise ValueError(f"{where}: the logits of {type(gate.module).__name__} are not the product with one weight")
+        raise ValueError(f"{where}: the logits of {kind} are not the product with one weight")
     if layout is None and has_own_rule(spec) and (gate.form.sequence > gate.form.flat or gate.form.outputs != 3):
-        raise ValueError(
-            f"{where}: {type(gate.module).__name__} returns more than logits, weights and experts; {spec!r} does not"
-        )
+        raise ValueError(f"{where}: {kind} returns more than logits, weights and experts; {spec!r} does not")
     options, virtual = parse_spec(spec).options, virtual_experts_of(gate)
     has_bias = getattr(gate.module.get_submodule(gate.form.owner), "bias", None) is not None
     if (options.get("bias", str(has_bias)).lower() == "true") != has_bias:
-        raise ValueError(
-            f"{where}: option 'bias' of {spec!r}: {type(gate.module).__name__} has {'a' if has_bias else 'no'} bias"
-        )
+        raise ValueError(f"{where}: option 'bias' of {spec!r}: {kind} has {'a' if has_bias else 'no'} bias")
     if (given := options.get("nulls", "0")) != "0" and (given != str(virtual) or options.get("kind") != "copy"):
         has = f"nulls={virtual}:kind=copy" if virtual else "none"
-        raise ValueError(f"{where}: virtual experts are the class's own: {type(gate.module).__name__} has {has}")
+        raise ValueError(f"{where}: virtual experts are the class's own: {kind} has {has}")
     if parse_spec(spec).mixer is not None and gate.form.kind == "other":
-        raise ValueError(
-            f"{where}: {type(gate.module).__name__} uses neither softmax nor sigmoid; mixers need one of them"
-        )
+        raise ValueError(f"{where}: {kind} uses neither softmax nor sigmoid; mixers need one of them")

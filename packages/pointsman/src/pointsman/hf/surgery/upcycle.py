@@ -95,7 +95,9 @@ def upcycle(
     if not noise >= 0:
         raise ValueError(f"upcycle: noise={noise!r}: allowed are numbers from 0")
     if router is not None:
-        _check_weights(router, num_experts, top_k)
+        for spec in split_specs(router):
+            if parse_spec(spec).router in RULES and has_own_rule(spec):  # else the class renormalises
+                check_weights(spec, num_experts, top_k)
     target, settings = TARGETS[kind]
     config = _config(model.config, target, settings(model.config, num_experts, top_k))
     causal = type(model).__name__.endswith("ForCausalLM")
@@ -111,13 +113,6 @@ def upcycle(
     if router is not None:
         replace_routers(mixture, router, start="fresh")
     return mixture
-
-
-def _check_weights(router: str | Sequence[str], num_experts: int, top_k: int) -> None:
-    """Raises ValueError if a router that replaces the class's rule weighs a token's experts otherwise than to 1."""
-    for spec in split_specs(router):
-        if parse_spec(spec).router in RULES and has_own_rule(spec):  # else the class renormalises
-            check_weights(spec, num_experts, top_k)
 
 
 def _config(dense: Any, target: str, values: dict[str, Any]) -> Any:
