@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
@@ -19,6 +21,8 @@ import pointsman.traces
 from pointsman import hf
 from pointsman.diagnostics import Diagnostics, RoutingMonitor, scalars
 from pointsman.hf.gates import find_gates
+from pointsman.hf.given import Given, Running, say_once
+from pointsman.traces.trace import hash_of
 from tests.library.hf import zoo
 from tests.library.hf.test_replace import spread
 
@@ -161,6 +165,101 @@ def test_a_trace_is_replayed_in_other_batches(kind: str, tmp_path: Path) -> None
         pass
 
 
+def traced(path: Path, model: Any, *texts: Tensor) -> pointsman.traces.RoutingTrace:
+    with pointsman.record_routing(model).save(path), torch.no_grad():
+        for text in texts:
+            model(input_ids=text, use_cache=False)
+    return pointsman.traces.RoutingTrace.load(path)
+
+
+@pytest.mark.parametrize("spec", [None, "loss-free:gate=softmax"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_gives_each_forward_its_own_experts_again(
+    spec: str | None, reentrant: bool, tmp_path: Path
+) -> None:
+    model = spread(zoo.tiny_model("mixtral"))
+    trace = traced(tmp_path / "t", model, IDS)
+    gradients = []
+    for checkpointed in (False, True):
+        other = spread(zoo.tiny_model("mixtral", seed=1)).train()
+        if spec is not None:
+            hf.replace_routers(other, spec)
+        if checkpointed:
+            other.activation_checkpointing_enable({"use_reentrant": reentrant})
+        with hf.replay(other, trace):
+            for _ in range(2):
+                losses = [other(input_ids=row[None], labels=row[None], use_cache=False).loss for row in IDS]
+                sum(losses).backward()
+        gradients.append([one.grad for one in other.parameters() if one.grad is not None])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_backward_outside_of_a_replay_is_refused(reentrant: bool, tmp_path: Path) -> None:
+    model = spread(zoo.tiny_model("mixtral"))
+    trace = traced(tmp_path / "t", model, IDS)
+    model.train().activation_checkpointing_enable({"use_reentrant": reentrant})
+    before = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+    with pytest.raises(ValueError, match="a forward again that did not run inside"), hf.replay(model, trace):
+        before.backward()
+    with pytest.raises(ValueError, match="backward must lie inside"), hf.replay(model, trace):
+        model(input_ids=IDS, use_cache=False)
+    with hf.replay(model, trace), torch.no_grad():
+        model(input_ids=IDS, use_cache=False)
+    model.activation_checkpointing_disable()
+    with hf.replay(model, trace):
+        loss = checkpoint(partial(model, use_cache=False), IDS, labels=IDS, use_reentrant=False)[0]
+        with pytest.raises(ValueError, match="none of transformers or FSDP"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("hashed", [True, False])
+def test_a_replay_takes_no_experts_of_another_text(hashed: bool, tmp_path: Path) -> None:
+    model = spread(zoo.tiny_model("mixtral"))
+    trace = traced(tmp_path / "t", model, IDS, IDS[:, :1])
+    trace = trace if hashed else dataclasses.replace(trace, hashes=None)
+    with hf.replay(model, trace), pointsman.record_routing(model) as records:
+        model.model(IDS)  # the inner model takes those of its own tokens
+        model(IDS[:1, :1])
+        for layer, routing in records.items():
+            assert torch.equal(routing.chosen.sort(-1).values, trace.experts[layer][24:25].long().sort(-1).values)
+        with pytest.raises(ValueError, match="is not in the trace"):
+            model.model(IDS.flip(1))
+        with pytest.raises(ValueError, match=r"no input_ids for the 24 tokens of layer 'model\.layers\.0\.mlp'"):
+            model(inputs_embeds=torch.zeros(2, 12, 32))
+        with pytest.raises(ValueError, match="no input_ids for the 5 tokens"):
+            model.model.layers[0].mlp.gate(torch.zeros(5, 32))
+    with hf.replay(model, trace), pytest.raises(ValueError, match="from a key-value cache, as in generate"):
+        model.generate(IDS, max_new_tokens=3, do_sample=False, eos_token_id=None)
+
+
+def test_a_replay_reads_masks_of_four_dimensions(tmp_path: Path) -> None:
+    model, causal = spread(zoo.tiny_model("mixtral")), torch.ones(1, 1, 12, 12).tril().bool()
+    trace = traced(tmp_path / "t", model, IDS)
+    plain = run(model)
+    with hf.replay(model, trace):
+        torch.testing.assert_close(run(model, causal), plain, rtol=1e-5, atol=1e-6)
+        with pytest.raises(ValueError, match="9 tokens, is not in the trace"):
+            run(model, causal.expand(2, -1, -1, -1) & (torch.arange(12) < 9))
+
+
+def test_own_choices_are_other_experts_than_the_recorded_ones(tmp_path: Path) -> None:
+    model = spread(zoo.tiny_model("mixtral", num_experts_per_tok=3))
+    trace = traced(tmp_path / "t", model, IDS)
+    partly = {name: experts.clone() for name, experts in trace.experts.items()}
+    for experts in partly.values():
+        experts[:, 0] = pointsman.traces.MISSING  # the best one; by order of the others it is known again
+        experts[::2, 2] = pointsman.traces.MISSING
+    gaps = dataclasses.replace(trace, experts=partly)
+    with pytest.raises(ValueError, match="with missing='own' they choose their own"), hf.replay(model, gaps):
+        pass
+    with hf.replay(model, gaps, missing="own"), pointsman.record_routing(model) as records:
+        run(model)
+    for name, experts in trace.experts.items():
+        assert torch.equal(records[name].chosen.sort(-1).values, experts.long().sort(-1).values)
+
+
 def test_replayed_weights_and_gradients_are_those_of_the_class_by_hand() -> None:
     model = zoo.tiny_model("mixtral")
     gate, layer = model.model.layers[0].mlp.gate, "model.layers.0.mlp"
@@ -255,7 +354,7 @@ def test_six_numbers_and_the_choice_without_the_bias() -> None:
     assert found["raw_cv"] == pytest.approx(float(raw.std(correction=0) / raw.mean()))
 
 
-def seen_masks(model: Any, **given: Tensor) -> dict[str, list[int] | None]:
+def seen_masks(model: Any, **given: Any) -> dict[str, list[int] | None]:
     """Layer -> real tokens of each row, None where no padding is known."""
     masks: dict[str, Any] = {}
 
@@ -265,6 +364,48 @@ def seen_masks(model: Any, **given: Tensor) -> dict[str, list[int] | None]:
     with torch.no_grad(), pointsman.record_routing(model, keep):
         model(input_ids=IDS, **given)
     return {layer: None if mask is None else mask.sum(1).tolist() for layer, mask in masks.items()}
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])  # masks of gpt_oss are a dict, by kind of layer
+def test_padding_is_known_from_every_mask_and_of_the_model_that_runs(kind: str, tmp_path: Path) -> None:
+    model, mask = spread(zoo.tiny_model(kind)), torch.ones_like(IDS)
+    mask[0, :7] = mask[1, 10:] = 0
+    real, causal = [5, 10], torch.ones(12, 12).tril().bool() & mask[:, None, None].bool()
+    added = torch.zeros(causal.shape).masked_fill(~causal, torch.finfo(torch.float32).min)
+    of_kinds = {"full_attention": causal, "sliding_attention": causal}
+    for given in (mask, causal, added, *([of_kinds] if kind == "gpt_oss" else [])):
+        assert set(map(tuple, seen_masks(model, attention_mask=given).values())) == {tuple(real)}
+        assert set(map(tuple, seen_masks(model.model, attention_mask=given).values())) == {tuple(real)}
+    with pointsman.record_routing(model).save(tmp_path / "t"), torch.no_grad():
+        model(IDS, attention_mask=mask)
+        model.model(IDS + 1)  # neither the mask nor the token ids of the call before are its own
+        model.model(IDS, attention_mask=mask)
+    trace = pointsman.traces.RoutingTrace.load(tmp_path / "t")
+    assert trace.lengths.tolist() == [*real, 12, 12, *real]
+    assert torch.equal(trace.hashes[:2], trace.hashes[4:])
+    assert trace.hashes[2] == hash_of(IDS[0] + 1)
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_generation_counts_no_padding_whatever_its_cache(cache: str | None) -> None:
+    model, mask, seen = spread(zoo.tiny_model("mixtral")), torch.ones_like(IDS), []
+    mask[0, :7] = 0
+    with pointsman.record_routing(model, lambda layer, routing, context: seen.append(context)):
+        model.generate(IDS, attention_mask=mask, max_new_tokens=3, do_sample=False, cache_implementation=cache)
+    assert [context.padding_mask.sum(1).tolist() for context in seen[::2]] == [[5, 12], [1, 1], [1, 1]]
+
+
+def test_a_mask_that_does_not_tell_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    say_once.cache_clear()
+    model = spread(zoo.tiny_model("mixtral"))
+    with torch.no_grad(), pointsman.record_routing(model.model.layers[0].mlp, lambda *_: None):
+        model(IDS)
+    assert not caplog.records
+    given = Given(model)
+    given.running.append(Running(model, {"attention_mask": torch.ones(3)}, 0, False, 0))
+    assert given.context("model.layers.0.mlp.gate", 24) is given.context("model.layers.1.mlp.gate", 24) is None
+    (record,) = caplog.records
+    assert "1 dimensions does not say which of the tokens are padding: every token counts" in record.getMessage()
 
 
 def test_a_decoder_has_no_padding_of_the_encoder() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,13 +88,12 @@ def observe_routing(model: nn.Module, observe: Observer, asked: str = "observe_r
         ValueError: as of `listener`.
     """
     handles = listener(model, asked).hooks(lambda *seen: torch._C._current_graph_task_id() == -1 and observe(*seen))
-    compiles = "torch._dynamo" in sys.modules
-    with torch.compiler.set_stance("force_eager") if compiles else nullcontext():
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    with ExitStack() as inside:
+        for handle in handles:
+            inside.enter_context(handle)
+        if "torch._dynamo" in sys.modules:
+            inside.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
 
 
 class Records(dict[str, Routing]):
@@ -180,9 +179,9 @@ class record_routing:  # noqa: N801 - used like a function
                 ids = given[0] if given[0] is not None and given[0].numel() == len(routing.experts) else None
                 writer.forward(name, routing, context, ids)
 
-            handle = self._model.register_forward_pre_hook(look, with_kwargs=True)
-            try:
-                with observe_routing(self._model, take, "record_routing"):
-                    yield writer
-            finally:
-                handle.remove()
+            with (
+                self._model.register_forward_pre_hook(look, with_kwargs=True),
+                self._model.register_forward_hook(lambda *_: given.__setitem__(0, None), always_call=True),
+                observe_routing(self._model, take, "record_routing"),
+            ):
+                yield writer

@@ -22,16 +22,16 @@ class RouterPlace:
     """
 
     def __init__(self, router: Router) -> None:
-        self.router, self._before, self._now = router, list[Tensor | None](), router.replayed
+        self.module, self._before, self._now = router, list[Tensor | None](), router.replayed
         self.first, self.last = -1, router.num_experts + len(router.virtual) - 1
 
     def replay(self, experts: Tensor | None) -> None:
         """From now on the router takes these experts; None: those of a replay around this one, or its own."""
         if not self._before:
-            self._before.append(self.router.replayed)
-        elif experts is not None and self.router.replayed is not self._now:
+            self._before.append(self.module.replayed)
+        elif experts is not None and self.module.replayed is not self._now:
             return  # a replay inside this one goes first
-        self.router.replayed = self._now = self._before.pop() if experts is None else experts
+        self.module.replayed = self._now = self._before.pop() if experts is None else experts
 
 
 class replay_routing:  # noqa: N801 - used like a function

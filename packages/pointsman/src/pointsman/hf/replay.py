@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pointsman._errors import did_you_mean
-from pointsman.hf.gates import Gate, no_gate, survey
-from pointsman.hf.listen import Given
+from pointsman.hf.gates import Gate, no_gate, original_forward, survey
+from pointsman.hf.given import Given, Running
 from pointsman.hf.surgery.routed import ClassRule
 from pointsman.recording import KNOWN
 from pointsman.replay import RouterPlace
@@ -36,8 +37,11 @@ class _Choice(TorchFunctionMode):
             return found  # of groups, or of something else
         self.used = True
         experts = self.experts.to(scores.device).reshape(*scores.shape[:-1], -1)
-        if (missing := experts == MISSING).any():
-            experts = torch.where(missing, found.indices, experts)
+        if (missing := experts == MISSING).any():  # the best experts that the token does not have, in order
+            had = torch.zeros(*scores.shape[:-1], self.num_experts + 1, dtype=torch.bool, device=scores.device)
+            had = had.scatter(-1, experts.masked_fill(missing, self.num_experts), True)[..., :-1]
+            others = scores.masked_fill(had, -torch.inf).topk(experts.shape[-1]).indices
+            experts = torch.where(missing, others.gather(-1, (missing.cumsum(-1) - 1).clamp_min(0)), experts)
         return torch.return_types.topk((scores.gather(-1, experts), experts))
 
 
@@ -59,7 +63,7 @@ class GatePlace:
         if experts is None or self._before:
             return
         self._before.append({name: own for name, own in vars(self.module).items() if name == "forward"})
-        own = getattr(self.module.forward, "replaces", self.module.forward)
+        own = original_forward(self.module)
         where, kind = f"replay_routing: layer {self.gate.layer!r}", type(self.gate.module).__name__
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -83,11 +87,7 @@ class GatePlace:
 
 
 def places(model: nn.Module) -> dict[str, Any]:
-    """Layer -> where its choice is replaced.
-
-    Raises:
-        ValueError: the model has no gate, or one whose output is not known.
-    """
+    """Layer -> where its choice is replaced; ValueError without gates, or with one whose output is not known."""
     gates, reasons = survey(model)
     if reasons or not gates:
         raise ValueError(f"replay_routing: {reasons[0] if reasons else no_gate(model)}: {KNOWN}")
@@ -99,6 +99,59 @@ def places(model: nn.Module) -> dict[str, Any]:
     return found
 
 
+class _Rows:
+    """Which row of a trace each token of a forward takes, plus 1; 0 for padding. Also where backward does it again."""
+
+    def __init__(self, model: nn.Module, trace: RoutingTrace) -> None:
+        self.given, self.read = Given(model), 0
+        self.lengths, self.ends = trace.lengths.tolist(), trace.lengths.cumsum(0).tolist()
+        self.places = None if trace.hashes is None else {int(one): place for place, one in enumerate(trace.hashes)}
+        self.rows: dict[Running, Tensor] = {}
+        self.waiting: set[Running] = set()
+        """The forwards that activation checkpointing will do again."""
+
+    def of(self, layer: str, tokens: int) -> Tensor:
+        """The rows of the tokens that a layer reads."""
+        if torch._C._current_graph_task_id() != -1:  # a node that the forward made asks for it
+            number = torch._C._current_autograd_node()._sequence_nr()
+            forward = next((one for one in self.rows if one.first <= number < one.last), None)
+            if forward is None:
+                raise ValueError("replay: a backward does a forward again that did not run inside the `with`, or whose "
+                                 "checkpointing is none of transformers or FSDP")  # fmt: skip
+            self.waiting.discard(forward)
+            return self.rows[forward]
+        told = self.given.ids(layer, tokens)
+        if told is None:
+            raise ValueError(f"replay: the forward has no input_ids for the {tokens} tokens of layer {layer!r}")
+        forward, ids = told
+        if forward not in self.rows:
+            self.rows = {one: rows for one, rows in self.rows.items() if one.last < 0 or one in self.waiting}
+            self.rows[forward] = self._read(forward, ids, self.given.real(layer, tokens))
+            if forward.learns and any(map(_does_again, forward.model.modules())):
+                self.waiting.add(forward)
+        return self.rows[forward]
+
+    def _read(self, forward: Running, ids: Tensor, real: Tensor | None) -> Tensor:
+        if forward.past:
+            raise ValueError("replay: a forward goes on from a key-value cache, as in generate: replay whole texts")
+        real = torch.ones_like(ids, dtype=torch.bool) if real is None else real
+        rows = torch.zeros(ids.shape, dtype=torch.int64)
+        for row, text, kept in zip(rows, ids.cpu(), real.cpu(), strict=True):
+            place = self.read if self.places is None else self.places.get(hash_of(text[kept]))
+            length = int(kept.sum())
+            if place is None or place >= len(self.ends) or self.lengths[place] != length:
+                raise ValueError(f"replay: sequence {self.read} of the forwards, {length} tokens, is not in the trace")
+            row[kept] = torch.arange(self.ends[place] - length, self.ends[place]) + 1
+            self.read += 1
+        return rows.flatten()
+
+
+def _does_again(part: Any) -> bool:
+    """Whether activation checkpointing does the forward of a module again in backward."""
+    kind = type(part).__name__
+    return kind == "CheckpointWrapper" or (part.training and getattr(part, "gradient_checkpointing", False))
+
+
 @contextmanager
 def replay(model: nn.Module, trace: RoutingTrace, *, missing: Literal["refuse", "own"] = "refuse") -> Iterator[None]:
     """Inside, every forward takes the experts that the trace has for its sequences; weights are computed as of now.
@@ -108,7 +161,8 @@ def replay(model: nn.Module, trace: RoutingTrace, *, missing: Literal["refuse", 
 
     A sequence is found by the hash of its token ids without padding, where the trace has them; else the sequences of
     the forwards are those of the trace in order. Padding takes the first experts. Layers go by name, or, where no name
-    is the same, in order.
+    is the same, in order. With activation checkpointing, backward must lie inside, too: each forward that it does
+    again takes its own experts, whatever the order.
 
     Args:
         missing: of tokens whose experts the trace does not have, as an engine's last one: refuse the trace, or let them
@@ -116,13 +170,17 @@ def replay(model: nn.Module, trace: RoutingTrace, *, missing: Literal["refuse", 
 
     Raises:
         ValueError: layers that do not fit, choices that are missing, a class that cannot be replayed, or, in a forward,
-            a sequence that the trace does not have.
+            a sequence that the trace does not have; at the end, a forward that checkpointing has yet to do again.
     """
     if missing not in ("refuse", "own"):
         raise ValueError(f"replay: missing={missing!r}: {did_you_mean(missing, ('refuse', 'own'))}")
     of_model = places(model)
-    own = missing == "own" and all(isinstance(place, GatePlace) for place in of_model.values())
-    recorded = {name: one.long() for name, one in trace.experts.items()} if own else trace.for_replay()
+    own = all(isinstance(place, GatePlace) for place in of_model.values())
+    try:
+        lenient = own and missing == "own"
+        recorded = {name: one.long() for name, one in trace.experts.items()} if lenient else trace.for_replay()
+    except ValueError as error:
+        raise ValueError(f"replay: {error}" + ("; with missing='own' they choose their own" if own else "")) from None
     if not of_model.keys() & recorded.keys() and len(of_model) == len(recorded):
         recorded = dict(zip(of_model, recorded.values(), strict=True))
     if of_model.keys() != recorded.keys():
@@ -132,38 +190,21 @@ def replay(model: nn.Module, trace: RoutingTrace, *, missing: Literal["refuse", 
         known = experts[experts != MISSING]
         if known.numel() and not of_model[name].first <= int(known.min()) <= int(known.max()) <= of_model[name].last:
             raise ValueError(f"replay: layer {name!r}: allowed experts are 0 to {of_model[name].last}")
-    ends = trace.lengths.cumsum(0).tolist()
-    hashes = None if trace.hashes is None else {int(one): place for place, one in enumerate(trace.hashes)}
-    given, read = Given(model), 0
+        recorded[name] = torch.cat([torch.arange(experts.shape[1])[None], experts])
+    rows = _Rows(model, trace)
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal read
-        given(module, args, kwargs)
-        ids, mask = given.values.get("input_ids"), given.values.get("attention_mask")
-        if not isinstance(ids, Tensor):
-            raise ValueError("replay: the forward has no input_ids")
-        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-        rows = []
-        for row, kept in zip(ids.cpu(), real.cpu(), strict=True):
-            place = read if hashes is None else hashes.get(hash_of(row[kept]))
-            length = int(kept.sum())
-            if place is None or place >= len(ends) or int(trace.lengths[place]) != length:
-                raise ValueError(f"replay: sequence {read} of the forwards, {length} tokens, is not in the trace")
-            at = torch.zeros(len(row), dtype=torch.int64)
-            at[kept] = torch.arange(ends[place] - length, ends[place]) + 1
-            rows.append(at)
-            read += 1
-        order = torch.cat(rows)
-        for name, experts in recorded.items():
-            first = torch.arange(experts.shape[1])[None]
-            of_model[name].replay(torch.cat([first, experts])[order])
+    def take(layer: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden: Tensor = next(iter((*args, *kwargs.values())))
+        of_model[layer].replay(recorded[layer][rows.of(layer, hidden.numel() // hidden.shape[-1])])
 
-    for name, experts in recorded.items():  # those of each forward follow
-        of_model[name].replay(experts)
-    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
+    with ExitStack() as inside:
+        for name, place in of_model.items():
+            place.replay(recorded[name][:0])  # those of each forward follow
+            inside.callback(place.replay, None)
+            inside.enter_context(place.module.register_forward_pre_hook(partial(take, name), with_kwargs=True))
+        for handle in rows.given.hooks():
+            inside.enter_context(handle)
         yield
-    finally:
-        handle.remove()
-        for place in of_model.values():
-            place.replay(None)
+        if rows.waiting:
+            raise ValueError("replay: with activation checkpointing, backward must lie inside the `with`, too "
+                             "(a forward without a backward under torch.no_grad())")  # fmt: skip

@@ -6,7 +6,7 @@ state of earlier tokens is an attribute of the key-value cache, so that a copy o
 
 from __future__ import annotations
 
-import inspect
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from pointsman.hf.given import CACHE, names_of
 from pointsman.routing import RouterState, Routing, RoutingContext
 
-CACHE = ("cache", "past_key_values")
-"""The cache's name in calls and outputs, from transformers 5.24 on and before."""
 CARRIES = "pointsman_carries"
 """The attribute of a cache: `ForwardState` -> id of the gate -> what its mixer carries on."""
 REORDERED = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices")
@@ -57,8 +56,7 @@ class ForwardState:
         self.model = self.implementation = None
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        names = list(inspect.signature(type(model).forward).parameters)[1:]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = {**dict(zip(names_of(model), args, strict=False)), **kwargs}
         tokens = given.get("input_ids")
         hidden = tokens if tokens is not None else given.get("inputs_embeds")
         if hidden is None:
@@ -95,10 +93,8 @@ class ForwardState:
         for carry in carries.values():
             batch, tokens = next(iter(carry.values())).shape[:2]
             if (batch, tokens) != (self.shape[0], length):
-                raise ValueError(
-                    f"the cache holds {self.shape[0]} x {length} tokens, the mixing router {batch} x {tokens}: cropped "
-                    "or reordered caches are not supported"
-                )
+                raise ValueError(f"the cache holds {self.shape[0]} x {length} tokens, the mixing router {batch} x "
+                                 f"{tokens}: cropped or reordered caches are not supported")  # fmt: skip
 
     def _carries(self) -> dict[int, RouterState]:
         found: dict[int, RouterState] = getattr(self.cache, CARRIES, {}).get(self, {})
@@ -109,15 +105,11 @@ class ForwardState:
         if torch._C._current_graph_task_id() != -1:  # a checkpoint recomputes the forward inside backward
             self.recomputed = True
             if self.pending > 1:
-                raise ValueError(
-                    "gradient checkpointing with a mixing router needs a backward after each forward; "
-                    f"there were {self.pending} forwards before this backward"
-                )
+                raise ValueError("gradient checkpointing with a mixing router needs a backward after each forward; "
+                                 f"there were {self.pending} forwards before this backward")  # fmt: skip
         if self.shape is None or hidden.numel() != self.shape[0] * self.shape[1] * hidden.shape[-1]:
-            raise ValueError(
-                f"a mixing router expects {self.shape} sequences and tokens, its gate received "
-                f"{list(hidden.shape[:-1])}: call the model, not the block"
-            )
+            raise ValueError(f"a mixing router expects {self.shape} sequences and tokens, its gate received "
+                             f"{list(hidden.shape[:-1])}: call the model, not the block")  # fmt: skip
         past, attention = self._carries().get(id(gate)), self.attention.get(id(gate))
         context = RoutingContext(padding_mask=self.padding, past=past, attention=attention)
         return hidden.reshape(*self.shape, hidden.shape[-1]), context
@@ -133,8 +125,9 @@ class ForwardState:
             cache = next((found for name in CACHE if (found := getattr(output, name, None)) is not None), None)
         if cache is not None and self.fresh:
             if not hasattr(cache, CARRIES):
-                _refuse_reordering(cache)
                 setattr(cache, CARRIES, WeakKeyDictionary())
+                for name in (one for one in REORDERED if hasattr(cache, one)):
+                    setattr(cache, name, partial(_refuse, name))
             getattr(cache, CARRIES)[self] = self.fresh
         self.fresh, self.cache, self.attention = {}, None, {}
 
@@ -144,15 +137,6 @@ class ForwardState:
         return {**self.__dict__, **empty}
 
 
-def _refuse_reordering(cache: Any) -> None:
-    """Makes a cache's reordering methods raise: beam search would not reorder the mixer's state."""
-
-    def refuse(name: str) -> Any:
-        def refused(*args: Any, **kwargs: Any) -> None:
-            raise ValueError(f"{name}: beam search and cropped caches are not supported with a mixing router")
-
-        return refused
-
-    for name in REORDERED:
-        if hasattr(cache, name):
-            setattr(cache, name, refuse(name))
+def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
+    """In the place of a method of a cache, which would not reorder the mixer's state."""
+    raise ValueError(f"{name}: beam search and cropped caches are not supported with a mixing router")
