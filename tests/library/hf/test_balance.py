@@ -255,6 +255,53 @@ def test_a_loss_of_your_own_takes_it_by_add_losses_or_is_refused() -> None:
         optimizer.step()
 
 
+def test_a_loop_that_adds_aux_loss_itself_keeps_nothing() -> None:
+    model = hf.balance(mixtral(), 1.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    outputs = model(IDS)
+    (outputs.logits.mean() + outputs.aux_loss).backward()
+    optimizer.step()
+    assert not model.pointsman_pending
+
+
+@pytest.mark.parametrize("checkpointed", [None, False, True])
+@pytest.mark.parametrize("how", ["loss", "bias"])
+def test_a_loop_that_calls_an_inner_model_is_refused(how: Any, checkpointed: bool | None) -> None:
+    model = hf.balance(deepseek(), how=how)
+    if checkpointed is not None:
+        model.activation_checkpointing_enable({"use_reentrant": checkpointed})
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    hidden = model.model(IDS, use_cache=False).last_hidden_state
+    torch.nn.functional.cross_entropy(model.lm_head(hidden)[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()).backward()
+    with pytest.raises(ValueError, match="in this step a model in DeepseekV3ForCausalLM ran, not the whole"):
+        optimizer.step()
+    if checkpointed:
+        return
+    for _ in range(2):  # beside the whole it may run, and for evaluation
+        model(IDS, labels=IDS, use_cache=False).loss.backward()
+        model.model(IDS, use_cache=False).last_hidden_state.mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.model(IDS)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "copied"), [("deepseek_v3", "deepcopy"), ("deepseek_v3", "pickle"), ("mixtral", "deepcopy")]
+)
+def test_the_bias_of_a_copy_moves(kind: str, copied: str, tmp_path: Path) -> None:
+    model = hf.balance(zoo.tiny_model(kind).train(), 0.25, how="bias")
+    again = copy.deepcopy(model)
+    if copied == "pickle":
+        torch.save(model, tmp_path / "model.pt")
+        again = torch.load(tmp_path / "model.pt", weights_only=False)
+    biases = [list(one.tensors(home)) for home in (model, again) for one in home.pointsman_balancing.biases]
+    again(IDS, labels=IDS).loss.backward()
+    torch.optim.SGD(again.parameters(), 0.0).step()
+    moved = [bool(bias.any()) for pair in biases for bias in pair]
+    assert moved == [False] * (len(moved) // 2) + [True] * (len(moved) // 2)
+
+
 def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match="no gate next to experts"):
         hf.balance(zoo.tiny_model("llama"))

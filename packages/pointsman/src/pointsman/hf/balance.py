@@ -6,12 +6,11 @@ returns. So whatever a loop does to the main loss (accumulation, a loss scaler, 
 
 from __future__ import annotations
 
-import inspect
 import logging
 import sys
 from functools import partial
 from typing import Any, Literal
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from transformers import PreTrainedModel
 from pointsman._errors import did_you_mean
 from pointsman.hf.balancing import BIAS_RATE, Balancing, Bias, Place, Seat, biases_for, count, settle
 from pointsman.hf.gates import candidates, no_gate, survey
+from pointsman.hf.given import names_of
 
 logger = logging.getLogger("pointsman.hf")
 OWN = ("router_aux_loss_coef", "aux_loss_coef")
@@ -35,7 +35,14 @@ def _keep(gate: Any, args: Any, kwargs: Any, output: Any) -> None:
     """On a gate: what it returned, where the model's forward runs. A second forward of checkpointing is not one."""
     seat = gate.pointsman_seat
     if seat.open:
+        seat.known = True
         seat.seen.append((output, (args[0] if args else kwargs["hidden_states"]).shape[:-1]))
+    elif gate.training and torch.is_grad_enabled() and not (seat.known and _in_backward()):
+        seat.outside = True
+
+
+def _in_backward() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _open(home: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -61,11 +68,9 @@ def _close(home: Any, args: Any, kwargs: Any, output: Any) -> Any:
     if not any(seat.open for seat in seats):
         return None
     training = home.training and torch.is_grad_enabled()
-    mask = kwargs.get("attention_mask")
-    if mask is None and settings.mask_at is not None and len(args) > settings.mask_at:
-        mask = args[settings.mask_at]
+    given = {**dict(zip(settings.names, args, strict=False)), **kwargs}
     try:
-        found = list(settings.routings(home, mask, kwargs.get("decoder_attention_mask")))
+        found = list(settings.routings(home, given.get("attention_mask"), given.get("decoder_attention_mask")))
     finally:
         for seat in seats:
             seat.seen, seat.open = [], False
@@ -79,10 +84,8 @@ def _close(home: Any, args: Any, kwargs: Any, output: Any) -> Any:
     if not training:
         return _with(output, aux_loss=value)
     if not value.requires_grad:
-        raise ValueError(
-            "hf.balance: no gradient reaches the gates: reentrant activation checkpointing (pass use_reentrant="
-            "False), or the gates and all below them are frozen"
-        )
+        raise ValueError("hf.balance: no gradient reaches the gates: reentrant activation checkpointing (pass "
+                         "use_reentrant=False), or the gates and all below them are frozen")  # fmt: skip
     if not torch.compiler.is_compiling():
         home.__dict__["pointsman_reached"] = bool(home.__dict__["pointsman_reached"])
         value.register_hook(partial(_reached, home.__dict__))  # type: ignore[no-untyped-call]
@@ -121,11 +124,9 @@ def _share(kwargs: dict[str, Any], shifts: bool) -> Any:
 
 
 def balance(
-    model: nn.Module,
-    coefficient: float | None = None,
-    how: Literal["loss", "bias"] = "loss",
+    model: nn.Module, coefficient: float | None = None, how: Literal["loss", "bias"] = "loss",
     like: Literal["transformers"] | None = None,
-) -> nn.Module:
+) -> nn.Module:  # fmt: skip
     """Balances the experts of a Hugging Face MoE in training, in place of the class's own loss, in any loop.
 
         model = AutoModelForCausalLM.from_pretrained(name)
@@ -142,9 +143,9 @@ def balance(
     n the tokens of each expert in the step, over all ranks. The class's correction bias is moved; a class without one
     gets `loss-free` routers, which its checkpoint then names.
 
-    Padding, known from a 2-D `attention_mask`, is not counted; activation checkpointing, compilation and autocast
-    change nothing. Only training forwards with gradients count. The class's own loss is turned off. A second call
-    replaces the first. Nothing is added to the checkpoint; its configuration has the coefficient.
+    Padding, known from the `attention_mask`, is not counted; activation checkpointing, compilation and autocast change
+    nothing. Only training forwards with gradients count. The class's own loss is turned off. A second call replaces the
+    first. Copies are balanced, too. Nothing is added to the checkpoint; its configuration has the coefficient.
 
     Args:
         coefficient: of the loss, default 0.01; how far the bias moves, default 0.001.
@@ -153,7 +154,7 @@ def balance(
 
     Raises:
         ValueError: no gate, a setting out of range, a class without a bias for which there is no router; in training, a
-            step whose loss reached no gradient.
+            step whose loss reached no gradient, or of a loop that calls a model inside this one.
     """
     if how not in ("loss", "bias"):
         raise ValueError(f"hf.balance: how={how!r}: {did_you_mean(str(how), ('loss', 'bias'))}")
@@ -171,6 +172,22 @@ def balance(
         said = _prepare(home, float(number), how, like)
         logger.warning("balance: %s: %s", type(home).__name__, said)
     return model
+
+
+class _Watched:
+    """Has a model moved after its optimizer's steps, and each copy of it that deepcopy or pickle makes."""
+
+    def __init__(self, home: nn.Module) -> None:
+        self.__setstate__(home)
+
+    def __getstate__(self) -> nn.Module | None:
+        return self.home()
+
+    def __setstate__(self, home: nn.Module) -> None:
+        self.home = ref(home)
+        _balanced.add(home)
+        if not _watching:
+            _watching.append(register_optimizer_step_post_hook(_after_step))
 
 
 def _homes(model: nn.Module) -> list[Any]:
@@ -200,8 +217,6 @@ def _prepare(home: Any, coefficient: float, how: Any, like: Any) -> str:
     )
     if not places:
         raise ValueError(f"hf.balance: every gate of {type(home).__name__} chooses by token id, from a table")
-    parameters = list(inspect.signature(home.forward).parameters)
-    mask_at = parameters.index("attention_mask") if "attention_mask" in parameters else None
     shifts = not decoder and getattr(home, "loss_type", None) in ("ForCausalLM", "ForConditionalGeneration", None)
     off = _turn_off(home, coefficient if how == "loss" else 0.0)
     for place in places:
@@ -213,10 +228,8 @@ def _prepare(home: Any, coefficient: float, how: Any, like: Any) -> str:
         home.register_forward_pre_hook(_open, with_kwargs=True)
         home.register_forward_hook(_close, with_kwargs=True)
     home.pointsman_pending, home.pointsman_reached = [], None
-    home.pointsman_balancing = Balancing(coefficient, how, like, places, mask_at, shifts, biases)
-    if not _watching:
-        _watching.append(register_optimizer_step_post_hook(_after_step))
-    _balanced.add(home)
+    home.pointsman_watched = _Watched(home)
+    home.pointsman_balancing = Balancing(coefficient, how, like, places, names_of(home), shifts, biases)
     what = f"{len(places)} gate" + "s" * (len(places) > 1)
     if how == "bias":
         added = any(one.added for one in biases)
@@ -244,11 +257,7 @@ def _turn_off(home: Any, coefficient: float) -> str:
 
 
 def take(model: nn.Module) -> list[Tensor]:
-    """The weighted losses of the forwards that returned no loss, once: for `pointsman.add_losses`.
-
-    Raises:
-        ValueError: the model is not balanced by a loss.
-    """
+    """The weighted losses of forwards that returned none, once, for `add_losses`; ValueError if there can be none."""
     homes = [module for module in model.modules() if "pointsman_balancing" in module.__dict__]
     if not homes:
         raise ValueError(f"add_losses: {type(model).__name__} has no MoE layer in it; of transformers, call hf.balance")
@@ -262,14 +271,20 @@ def moved(model: nn.Module) -> None:
     """After an optimizer step of a model: moves the biases; ValueError if its losses reached no gradient."""
     for home in [one for one in model.modules() if "pointsman_balancing" in one.__dict__]:
         settings: Balancing = home.__dict__["pointsman_balancing"]
-        settle(home, settings.biases)
         reached, home.__dict__["pointsman_reached"] = home.__dict__["pointsman_reached"], None
+        home.__dict__["pointsman_pending"] = []  # where a loop adds `aux_loss`, nobody takes them
+        outside = [seat for place in settings.places for _, seat in place.seats(home) if seat.outside]
+        for seat in outside:
+            seat.outside = False
+        if outside and reached is None and "pointsman_counts" not in home.__dict__:
+            raise ValueError(f"hf.balance: in this step a model in {type(home).__name__} ran, not the whole; call it: "
+                             "without labels, write loss = pointsman.add_losses(loss, model)")  # fmt: skip
+        settle(home, settings.biases)
         if reached is False:
-            raise ValueError(
-                "hf.balance: a step was made to which its loss gave no gradient: the loop makes a loss of its own; "
-                "write loss = pointsman.add_losses(loss, model) after the forward, which then gets no labels, or add "
-                f"{settings.coefficient:g} * outputs.aux_loss; for TRL's trainers, call hf.balance before making one"
-            )
+            raise ValueError("hf.balance: a step was made to which its loss gave no gradient: the loop makes a loss of "
+                             "its own; write loss = pointsman.add_losses(loss, model) after the forward, which then "
+                             f"gets no labels, or add {settings.coefficient:g} * outputs.aux_loss; for TRL's trainers, "
+                             "call hf.balance before making one")  # fmt: skip
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -13,6 +13,7 @@ from pointsman import auxiliary
 from pointsman.auxiliary import assignment_counts
 from pointsman.hf.counterpart import correction_bias, counterpart
 from pointsman.hf.gates import PROBE_TOKENS, Gate, run_gate, tensor_of
+from pointsman.hf.given import real_tokens, say_once
 from pointsman.hf.layouts import Form, Kind, read_any
 from pointsman.hf.surgery.replace import replace_routers
 from pointsman.ranks import every_rank
@@ -47,8 +48,7 @@ class Bias:
 def biases_for(home: nn.Module, gates: Sequence[Gate], rate: float) -> tuple[Bias, ...]:
     """The class's correction biases, in float32 from now on; gates without one get `loss-free` routers, all or none.
 
-    Raises:
-        ValueError: a gate for which `loss-free` cannot be.
+    ValueError names a gate for which `loss-free` cannot be.
     """
     gates = [gate for gate in gates if not gate.form.table]
     own = {gate.name: _bias_of_choice(gate) for gate in gates}
@@ -81,14 +81,12 @@ def _bias_of_choice(gate: Gate) -> Tensor | None:
         return None
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(PROBE_TOKENS, gate.dim, generator=generator).to(bias.device, tensor_of(gate.module).dtype)
-    kept, training = bias.clone(), gate.module.training
-    gate.module.eval()
+    kept = bias.clone()
     try:
         bias.view(-1)[0] += 1e3
         experts = gate.routed(run_gate(gate.module, hidden, gate.arguments(PROBE_TOKENS))[0])[2]
     finally:
         bias.copy_(kept)
-        gate.module.train(training)
     return bias if bool((experts.reshape(PROBE_TOKENS, -1) == 0).any(-1).all()) else None
 
 
@@ -104,10 +102,8 @@ def _replace(home: nn.Module, gates: Sequence[Gate], rate: float) -> None:
         spec = counterpart(gate)
         parsed = None if spec is None else parse_spec(spec)
         if parsed is None or parsed.router != "smoe" or parsed.mixer is not None:
-            raise ValueError(
-                f"hf.balance: how='bias': {type(gate.module).__name__} (gate {gate.name!r}) has no correction bias, "
-                "and no loss-free router chooses as it does; use how='loss'"
-            )
+            raise ValueError(f"hf.balance: how='bias': {type(gate.module).__name__} (gate {gate.name!r}) has no "
+                             "correction bias, and no loss-free router chooses as it does; use how='loss'")  # fmt: skip
         options = {"gate": "softmax", **{k: v for k, v in parsed.options.items() if k != "bias"}, "rate": f"{rate:g}"}
         specs.append(":".join(["loss-free", *(f"{name}={value}" for name, value in options.items())]))
     try:
@@ -153,10 +149,13 @@ def _moves(gate: Any, bias: Bias) -> bool:
 
 
 class Seat:
-    """What a gate returned in the forward that runs, while it is `open`: (output, shape of its tokens)."""
+    """What a gate returned in the forward that runs, while it is `open`: (output, shape of its tokens).
+
+    `known`: it was open in a forward before; `outside`: in this step the gate ran in training while it was not.
+    """
 
     def __init__(self) -> None:
-        self.open = False
+        self.open = self.known = self.outside = False
         self.seen: list[tuple[Any, torch.Size]] = []
 
 
@@ -168,22 +167,12 @@ class Place:
     form: Form | None
     decoder: bool
 
-    @property
-    def kind(self) -> Kind:
-        return "other" if self.form is None else self.form.kind
-
     def seats(self, home: nn.Module) -> Iterator[tuple[nn.Module, Seat]]:
         """The gates at this place: PEFT keeps the one it trains beside the one it was."""
         for module in home.get_submodule(self.path).modules():
             seat = module.__dict__.get("pointsman_seat")
             if seat is not None:
                 yield module, seat
-
-    def read(self, home: nn.Module, gate: nn.Module, output: Any, tokens: int) -> tuple[Tensor, Tensor]:
-        """Logits [tokens, E] and experts [tokens, k], with their gradients."""
-        block = home.get_submodule(self.path.rpartition(".")[0])
-        logits, _, experts = read_any(self.form, gate, block, output, tokens)
-        return logits, experts
 
 
 def scores(logits: Tensor, kind: Kind, linear: bool) -> Tensor:
@@ -205,21 +194,23 @@ class Balancing:
     how: Literal["loss", "bias"]
     like: Literal["transformers"] | None
     places: tuple[Place, ...]
-    mask_at: int | None
+    names: tuple[str, ...]
     shifts: bool
     biases: tuple[Bias, ...] = ()
 
     def routings(self, home: Any, mask: Tensor | None, decoder_mask: Tensor | None) -> Iterator[tuple[Any, ...]]:
         """(place, distribution [tokens, E], logits, experts [tokens, k], mask [tokens] or None) of what gates saw."""
         for place in self.places:
+            block = home.get_submodule(place.path.rpartition(".")[0])
+            kind: Kind = "other" if place.form is None else place.form.kind
+            linear = place.form is not None and place.form.linear
             for gate, seat in place.seats(home):
                 for output, shape in seat.seen:
-                    logits, experts = place.read(home, gate, output, shape.numel())
+                    logits, _, experts = read_any(place.form, gate, block, output, shape.numel())
                     real = _real(decoder_mask if place.decoder else mask, place.path, len(logits))
                     real = None if real is None else real.to(logits.device)
                     experts = experts if real is None else experts.masked_fill(~real[:, None], -1)
-                    linear = place.form is not None and place.form.linear
-                    yield place, scores(logits, place.kind, linear), logits, experts, real
+                    yield place, scores(logits, kind, linear), logits, experts, real
 
     def loss(self, found: Sequence[tuple[Any, ...]]) -> Tensor:
         """The mean over layers of E sum_i f_i P_i; with `like`, transformers' value over all layers at once."""
@@ -238,10 +229,13 @@ class Balancing:
 
 
 def _real(mask: Any, path: str, tokens: int) -> Tensor | None:
-    """[tokens] bool of a mask [B, T]; None where every token counts."""
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
+    """[tokens] bool of an attention mask; None where every token counts."""
+    try:
+        real = real_tokens(mask, tokens)
+    except ValueError as error:
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            where = f"hf.balance: gate {path!r} read {tokens} tokens, attention_mask has {list(mask.shape)}"
+            raise ValueError(where) from None
+        say_once(str(error))
         return None
-    length = tokens // len(mask)
-    if length > mask.shape[1] or tokens != len(mask) * length:
-        raise ValueError(f"hf.balance: gate {path!r} read {tokens} tokens, attention_mask has {list(mask.shape)}")
-    return mask[:, -length:].reshape(-1).bool()
+    return None if real is None else real.reshape(-1)
