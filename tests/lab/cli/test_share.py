@@ -107,6 +107,19 @@ def test_a_strangers_folder_hands_on_no_file_of_mine(words: list[str], capsys: p
     assert not Path("packed").exists()
 
 
+@pytest.mark.parametrize("strange", [{"imports": 3}, {"imports": [["x"]]}, {"model": {"family": ["x"]}}])
+def test_a_strangers_settings_end_in_no_traceback(strange: dict[str, Any]) -> None:
+    write_comparison(Path("theirs"), ["smoe"], [0])
+    settings = json.loads(Path("theirs/comparison.json").read_text())["settings"]
+    change(Path("theirs/comparison.json"), settings=settings | strange)
+    if "imports" in strange:
+        change(Path("theirs/runs/r0/seed-0/config.json"), **strange)
+    refused = 2 if "model" in strange else 0
+    assert main(["share", "theirs"]) == refused
+    assert main(["submit", "theirs", "--router", "smoe"]) == refused
+    assert main(["report", "theirs", "--map", "none"]) == 0
+
+
 def test_an_exam_arrives_with_the_cells_that_the_record_knows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

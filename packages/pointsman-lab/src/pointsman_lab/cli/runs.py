@@ -54,10 +54,10 @@ def use_recorded_imports(values: argparse.Namespace, routers: Sequence[str]) -> 
 def recorded_imports(folder: Path) -> list[str]:
     """What the run or the comparison in `folder` was given with --import."""
     from pointsman_lab._files import read_whole_json
+    from pointsman_lab.runs.imports import imports_of
 
     run, comparison = (read_whole_json(folder / name) or {} for name in ("config.json", "comparison.json"))
-    found = [one.get("imports") for one in (run, comparison.get("settings")) if isinstance(one, dict)]
-    return [name for one in found if isinstance(one, list) for name in one if isinstance(name, str)]
+    return [*imports_of(run), *imports_of(comparison.get("settings", {}))]
 
 
 def run_config(values: argparse.Namespace, router: str, seed: int = 0) -> RunConfig:

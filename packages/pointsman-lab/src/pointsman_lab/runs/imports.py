@@ -151,11 +151,17 @@ def source_of(name: str) -> dict[str, str]:
     )
 
 
-def sources_of(imports: Iterable[Any]) -> tuple[dict[str, str], dict[str, str]]:
+def imports_of(settings: Mapping[str, Any]) -> list[str]:
+    """What a run or comparison with these settings was given with --import."""
+    found = settings.get("imports")
+    return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
+
+
+def sources_of(imports: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
     """Name -> text of each Python file among what a plan imports and of modules beside it; and path -> such a name."""
     sources: dict[str, str] = {}
     names: dict[str, str] = {}
-    for path in (one for one in imports if isinstance(one, str) and one.endswith(".py")):
+    for path in (one for one in imports if one.endswith(".py")):
         (own, text), *others = source_of(path).items()
         name = slug(own)
         if sources.get(name, text) != text or not SOURCE.fullmatch(name):

@@ -39,7 +39,7 @@ from pointsman_lab._shapes import MOST_LINE, MOST_OTHERS, check_shape, inflated,
 from pointsman_lab.runs.checkpoints import STATE, steps_of
 from pointsman_lab.runs.compact import RECORD, entries_of, line_of, packed, record_of, written
 from pointsman_lab.runs.comparison import read_comparison, required_plan
-from pointsman_lab.runs.imports import SOURCE, left_out, origin_of, sources_of
+from pointsman_lab.runs.imports import SOURCE, imports_of, left_out, origin_of, sources_of
 from pointsman_lab.runs.paths import CHECKPOINTS, COMPARISON, CONFIG, ENVIRONMENT, EVALUATION
 from pointsman_lab.runs.record import RunRecord
 
@@ -92,8 +92,7 @@ def share(folder: Path, out: Path, papers: str = "", cells: Mapping[str, Any] | 
         settings = files[CONFIG]
         record = line_of({"path": "runs/shared/seed-0", "files": files}) + "\n"
     runs = [] if cells else list(entries_of(record.encode().splitlines(), folder))
-    named = [one.get("imports") or () for one in (settings, *(run["files"][CONFIG] for run in runs))]
-    imports = dict.fromkeys(one for of in named for one in of if isinstance(one, str))
+    imports = dict.fromkeys(one for of in (settings, *(run["files"][CONFIG] for run in runs)) for one in imports_of(of))
     sources, names = sources_of(imports)
     moved = {path: f"{HERE}/{SOURCES}/{name}" for path, name in names.items()}
     origins = settings.get("origins", {}) if cells else {}
@@ -251,7 +250,7 @@ def entry_of(folder: Path, router: str, name: str) -> dict[str, Any]:
     unfinished = [seed for one, seed in comparison.missing() if one == router]
     if unfinished:
         raise RunError(f"{folder}: {router}, seed {unfinished[0]}: not finished; the command of the comparison goes on")
-    imports = plan["settings"].get("imports") or ()
+    imports = imports_of(plan["settings"])
     runs = {str(run.seed): _entry_run(run) for run in comparison.of(router)}
     sources, names = entry_sources(
         folder, router, imports, [run["environment"].get("origin", {}) for run in runs.values()]

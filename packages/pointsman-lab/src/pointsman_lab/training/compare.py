@@ -236,7 +236,7 @@ def _begin(plan: Plan, whole: Plan, out: Path, task: Task) -> None:
 def check_runs(out: Path) -> None:
     """RunError where a run has other settings than its comparison, or another router than its row's other seeds."""
     plan = required_plan(out)
-    of = plan["settings"].get("model", {}).get("family", OLDEST)
+    of = str(plan["settings"]["model"].get("family", OLDEST))
     free, kinds = without_effect(of) | {"seed", *(f"model.{key}" for key in OF_A_RUN)}, all_settings(of)
     origins: dict[str, Any] = {}
     for (router, _), run in read_comparison(out).runs.items():
