@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -333,3 +334,13 @@ def test_the_code_that_a_run_names_is_not_read(tmp_path: Path, capsys: pytest.Ca
         assert run / "config.json" in seen.opened
         assert not [file for file in seen.opened if file.suffix == ".py"]
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("file", [None, "<stdin>"])
+def test_a_router_of_a_notebook_has_no_file(file: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("my_notebook")
+    monkeypatch.setitem(sys.modules, "my_notebook", module)
+    exec(SOURCE, module.__dict__)
+    if file:
+        module.__file__ = file
+    assert imports.origin_of("mine") == {}

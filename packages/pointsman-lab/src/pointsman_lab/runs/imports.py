@@ -225,8 +225,8 @@ def _origin(module: ModuleType) -> dict[str, str]:
         packages = metadata.packages_distributions().get(top, [])
     if packages:
         return {packages[0]: metadata.version(packages[0])}
-    file = module.__file__
-    return {name: _sum(content) for name, content in _contents(Path(file)).items()} if file else {}
+    file = Path(getattr(module, "__file__", None) or "")  # a notebook and an interactive session have none
+    return {name: _sum(content) for name, content in _contents(file).items()} if file.is_file() else {}
 
 
 def local_files(file: Path) -> list[Path]:
