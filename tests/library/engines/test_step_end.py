@@ -74,6 +74,15 @@ def without_a_group() -> None:
         optimizer.step()
     (choices,) = (routing.experts for routing in records.values())
     torch.testing.assert_close(layer.router.select.bias, counted(choices))
+    if dist.get_rank():  # a step in which one process left the layer out
+        layer(hidden).sum().backward()
+    before = layer.router.select.bias.clone()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pointsman.step_end(ready)
+    assert len(caught) == 1
+    assert str(caught[0].message).startswith("step_end: the processes ran other layers in this step")
+    assert torch.equal(layer.router.select.bias, before) == (dist.get_rank() == 0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

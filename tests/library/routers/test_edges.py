@@ -175,6 +175,32 @@ def test_a_layer_is_built_without_memory_first(spec: str) -> None:
             assert torch.equal(own, drawn), name
 
 
+def test_a_changed_router_is_not_drawn_anew_in_part() -> None:
+    layer = MoE(8, 8, 1, top_k=1, router="smoe-dropout")
+    materialize(layer)
+    layer.router.reset_parameters()
+    layer.router.score.weight = nn.Parameter(torch.zeros(2, 8))
+    with pytest.raises(ValueError, match="it has other tensors than a new one: load its weights"):
+        layer.router.reset_parameters()
+
+
+def test_a_forward_on_the_meta_device_keeps_the_scale() -> None:
+    with torch.device("meta"):
+        layer = MoE(8, 8, 4, router="smoe:balance=0.1", attach_losses=True)
+    layer(torch.randn(3, 8, device="meta"))
+    layer.to_empty(device="cpu")
+    layer(torch.randn(3, 8))
+    assert float(layer.delivery.scale) == 1.0
+
+
+def test_an_optimizer_with_hooks_of_its_own_is_the_one_that_is_tracked() -> None:
+    layer = MoE(8, 8, 4, router="xmoe")
+    outer = torch.optim.SGD(layer.parameters(), 0.1)
+    outer.optimizer = torch.optim.SGD(layer.parameters(), 0.1)  # as Lookahead's
+    with track_steps(layer, outer):
+        assert len(outer._optimizer_step_post_hooks) == 1
+
+
 def test_states_keep_float32_where_the_default_is_half() -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:

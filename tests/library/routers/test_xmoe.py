@@ -186,7 +186,7 @@ def test_state_dict_names() -> None:
 
 def test_materialize_refuses_by_name() -> None:
     model = nn.Sequential(MoE(DIM, 16, EXPERTS, router="xmoe", attach_losses=True))
-    with pytest.raises(ValueError, match="layer '0' has the router 'xmoe'"):
+    with pytest.raises(ValueError, match="layer '0': no linear router equals 'xmoe'"):
         pointsman.materialize(model)
 
 

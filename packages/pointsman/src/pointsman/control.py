@@ -167,15 +167,20 @@ def step_end(model: nn.Module, reduce: Callable[[Sequence[Tensor]], None] | None
     Args:
         reduce: with many processes, adds up each tensor over the processes, in place. It is called once, with the sums
             of all routers, in the same order and with the same shapes in every process. None: the routers' own `ranks`,
-            which `parallel.parallelize` sets, or the processes of a DistributedDataParallel in the model; where there
-            are other processes nothing is added up, and a warning says so once.
+            which `parallel.parallelize` sets, or the processes of a DistributedDataParallel in the model, where all
+            of them ran the same layers. With other processes nothing is added up, and a warning says so once. Under
+            `Join`, where some processes take no step, give `lambda tensors: None`.
     """
     routers = list(dict.fromkeys(router for _, router in named_routers(model)))  # layers may share one
     if reduce is None and routers and routers[0].ranks.count > 1:
         reduce = routers[0].ranks.add_up
     elif reduce is None and every_rank().count > 1:
         if groups := [part.process_group for part in model.modules() if isinstance(part, DistributedDataParallel)]:
-            reduce = every_rank(groups[0]).add_up
+            size = sum(tensor.numel() for router in routers for tensor in router.gathered())
+            if routers and every_rank(groups[0]).alike(size, next(model.parameters()).device):
+                reduce = every_rank(groups[0]).add_up
+            elif routers:
+                routers[0].warn("step_end: the processes ran other layers in this step, and each counts its own tokens")
         elif any(router.gathered() for router in routers):
             routers[0].warn(
                 "step_end: each of the processes counts its own tokens only: give the model that "
@@ -192,8 +197,8 @@ def track_steps(
     model: nn.Module, optimizer: torch.optim.Optimizer, reduce: Callable[[Sequence[Tensor]], None] | None = None
 ) -> RemovableHandle:
     """Calls `step_end(model, reduce)` after every step of this optimizer, until the returned handle is removed."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = inner  # accelerate's wrapper
+    while not hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer  # accelerate's wrapper
     return optimizer.register_step_post_hook(lambda *_: step_end(model, reduce))
 
 
@@ -234,7 +239,9 @@ def materialize(model: nn.Module) -> nn.Module:
             own = router.score
             kept = {name: one for name, one in router.losses.items() if getattr(one.function, "__self__", 0) is not own}
         router.spec = _plain_spec(router, scorer)
-        router.fresh = partial(build_router, router.spec, dim=router.dim, num_experts=router.num_experts)
+        router.fresh = partial(
+            build_router, router.spec, dim=router.dim, num_experts=router.num_experts, top_k=router.top_k
+        )
         router.score, router.losses = scorer, kept
     return model
 

@@ -80,7 +80,7 @@ class LossDelivery(nn.Module):
         live = torch.is_grad_enabled() and any(one.requires_grad for one in (output, *attached))
         if not (attached or gathers or kept) or not live:
             return output
-        if attached and self.scale.device != output.device:
+        if attached and self.scale.device != output.device and not output.is_meta:
             self.scale = self.scale.to(output.device)
         delivered: Tensor = Deliver.apply(output, self.scale, gathers, statistics, kept, *attached)  # type: ignore[no-untyped-call]
         return delivered

@@ -71,6 +71,14 @@ class Ranks:
         for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view(tensor.shape))
 
+    def alike(self, number: int, device: torch.device) -> bool:
+        """Whether all ranks have the same whole number; the device is one that the group takes."""
+        import torch.distributed as dist
+
+        pair = torch.tensor([number, -number], device=device)
+        dist.all_reduce(pair, dist.ReduceOp.MAX, group=self.group)
+        return int(pair[0]) == -int(pair[1])
+
     def whole(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, with the gradient of this rank's own part."""
         if self.count == 1:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pointsman.control import step_end as step_end_of
 from pointsman.delivery import Deliver
@@ -75,20 +74,6 @@ def carried(
         raise refuse("it drops choices, and this layer takes k experts for every token")
     without_scalars(router)  # the engines' FSDP refuses parameters without dimensions
     return router
-
-
-def redraw(router: Router, fresh: Router) -> None:
-    """Gives a router the weights of another of its spec, also where an engine has divided them over ranks."""
-    own = {**dict(router.named_parameters()), **dict(router.named_buffers())}
-    with torch.no_grad():
-        for name, value in [*fresh.named_parameters(), *fresh.named_buffers()]:
-            held = own[name]
-            if held.is_meta:
-                continue
-            value = value.to(held.device, held.dtype).view(held.shape)
-            if isinstance(held, DTensor):
-                value = distribute_tensor(value, held.device_mesh, held.placements)
-            held.copy_(value)
 
 
 def deliver(weights: Tensor, router: Router, routing: Routing, scale: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from nemo_automodel.components.moe.layers import Gate, MoE
 from nemo_automodel.components.moe.megatron.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor, nn
 
-from pointsman.engines.common import carried, deliver, redraw
-from pointsman.routers.frame.router import Router
+from pointsman.engines.common import carried, deliver
+from pointsman.routers.frame.router import Router, redraw
 from pointsman.routing import Routing, RoutingContext
 
 ENGINE = "NeMo Automodel"

@@ -22,7 +22,8 @@ from torchtitan.distributed.spmd_types import set_current_spmd_mesh
 from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.protocols.module import Module
 
-from pointsman.engines.common import carried, deliver, redraw
+from pointsman.engines.common import carried, deliver
+from pointsman.routers.frame.router import redraw
 from pointsman.routing import Routing
 
 ENGINE = "torchtitan"

@@ -207,12 +207,8 @@ def _weight_gradient(total: Tensor | None, gradient: Tensor, rows: Tensor | None
         total[piece.first : piece.end] = F.grouped_mm(gradient.t(), rows, offs=piece.ends)
         return
     counts = [len(rows)] if piece.alone else at.counts[piece.first : piece.end]
-    parts = zip(
-        total[piece.first : piece.end].unbind(0),
-        gradient.split_with_sizes(counts),
-        rows.split_with_sizes(counts),
-        strict=True,
-    )
+    lefts, rights = gradient.split_with_sizes(counts), rows.split_with_sizes(counts)
+    parts = zip(total[piece.first : piece.end].unbind(0), lefts, rights, strict=True)
     for one, left, right in parts:
         if piece.opens:
             torch.mm(left.t(), right, out=one)

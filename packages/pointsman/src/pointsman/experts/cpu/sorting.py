@@ -87,12 +87,10 @@ def sort(token: Tensor | None, expert: Tensor, num_experts: int, widest: int, to
     of_token = order // expert.shape[-1] if token is None else token.numpy()[order]
     counts = counts[1:]
     return Sorted(
-        torch.from_numpy(order),
-        torch.from_numpy(of_token),
-        torch.from_numpy(np.repeat(np.arange(num_experts), counts)),
-        counts.tolist(),
+        torch.from_numpy(order), torch.from_numpy(of_token),
+        torch.from_numpy(np.repeat(np.arange(num_experts), counts)), counts.tolist(),
         _pieces(counts, max(1, MOST // widest), together),
-    )
+    )  # fmt: skip
 
 
 def _pieces(counts: np.ndarray[tuple[int, ...], np.dtype[np.int64]], most: int, together: bool) -> list[Piece]:

@@ -216,8 +216,9 @@ def say_what_was_saved(model: PreTrainedModel) -> None:
     _said.add(model)
     offer = "for those, call pointsman.hf.materialize(model) before saving"
     try:
-        plain_gates(model)
-    except ValueError as error:
+        with torch.random.fork_rng(devices=[]):
+            plain_gates(model)
+    except (ValueError, RuntimeError, KeyError) as error:
         offer = f"plain gates cannot be made of these routers ({error})"
     logger.warning(
         "save_pretrained: processes that do not import pointsman.hf give this checkpoint random gates (%d layers); %s",

@@ -206,12 +206,12 @@ class Router(nn.Module):
         self._frozen = self.score.frozen = frozen
 
     def reset_parameters(self) -> None:
-        """As `build_router` starts it, newly drawn: after `to_empty`, children first (`model.apply`)."""
-        new = self.fresh()
-        with torch.no_grad():
-            for kind in (nn.Module.parameters, nn.Module.buffers):
-                for own, drawn in zip(kind(self), kind(new), strict=True):
-                    own.copy_(drawn)
+        """As `build_router` starts it, newly drawn: after `to_empty`, children first (`model.apply`).
+
+        Raises:
+            ValueError: it has other tensors than it was built with (`pointsman.hf.replace_routers`).
+        """
+        redraw(self, self.fresh())
 
     def requires_grad_(self, requires_grad: bool = True) -> Router:
         super().requires_grad_(requires_grad)
@@ -297,6 +297,23 @@ class Router(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.spec}, dim={self.dim}, num_experts={self.num_experts}, top_k={self.top_k}"
+
+
+def redraw(router: Router, fresh: Router) -> None:
+    """Gives a router the weights and the state of another of its spec, also where they are divided over ranks."""
+    own, drawn = (dict[str, Any]([*one.named_parameters(), *one.named_buffers()]) for one in (router, fresh))
+    if {name: one.numel() for name, one in own.items()} != {name: one.numel() for name, one in drawn.items()}:
+        raise ValueError(f"{router.spec}: it has other tensors than a new one: load its weights")
+    for name, held in own.items():
+        if held.is_meta:
+            continue
+        value = drawn[name].detach().to(held.device, held.dtype).view(held.shape)
+        if hasattr(held, "placements"):
+            from torch.distributed.tensor import distribute_tensor
+
+            value = distribute_tensor(value, held.device_mesh, held.placements)
+        with torch.no_grad():
+            held.copy_(value)
 
 
 def _add(statistics: dict[str, Tensor], stage: str, found: Tensors) -> None:

@@ -61,9 +61,5 @@ def top_p(
     dynamic: weight of the mean entropy of p.
     counted: what the balance loss counts: all chosen experts, or each token's best alone (XMoE).
     """
-    return replace(
-        stages,
-        select=TopP(tau, layer.renormalize),
-        losses={"dynamic": Loss(mean_entropy, dynamic)},
-        counted=first_choices if counted == "first" else None,
-    )
+    select, losses = TopP(tau, layer.renormalize), {"dynamic": Loss(mean_entropy, dynamic)}
+    return replace(stages, select=select, losses=losses, counted=first_choices if counted == "first" else None)

@@ -57,11 +57,8 @@ class LinearScorer(Scorer):
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor | Scored:
         if self.training and self.jitter:
             hidden = upcast(hidden)
-            hidden = hidden * own_rows(
-                lambda shape: hidden.new_empty(shape).uniform_(1 - self.jitter, 1 + self.jitter),
-                hidden.shape,
-                self.ranks,
-            )
+            low, high, new = 1 - self.jitter, 1 + self.jitter, hidden.new_empty
+            hidden = hidden * own_rows(lambda shape: new(shape).uniform_(low, high), hidden.shape, self.ranks)
         logits = linear(hidden, self.weight, self.bias)
         if self.training and self.noise:
             logits = logits + self.noise * randn_like(logits, self.ranks)
