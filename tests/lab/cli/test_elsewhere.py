@@ -187,6 +187,13 @@ def test_a_router_that_looks_ahead_and_does_not_say_so_is_not_trained(
     assert not (tmp_path / "run").exists()
 
 
+def test_an_assertion_of_a_routers_own_is_no_broken_promise(file: Path) -> None:
+    own = "assert hidden.shape[1] % 16 == 0, 'chunks'; return super().forward(hidden, context)"
+    file.write_text(LOOKS_AHEAD.replace("return super().forward(hidden, context).roll(-1, 1)", own))
+    imports.import_named(str(file))
+    imports.check_imported(["mine"], 8, 4)
+
+
 def test_a_module_named_like_a_file_nearby_is_told_of_it(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from pointsman._errors import RunError
+from pointsman_lab.cli.hf import save
 from pointsman_lab.cli.main import main
 from tests.library.hf import zoo
 
@@ -55,6 +57,19 @@ def test_what_transformers_cannot_save_leaves_nothing(
     told = capsys.readouterr().err.strip().splitlines()[-1]
     assert "transformers cannot save this MixtralForCausalLM (Undefined Operation encountered!); if the weights" in told
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_cannot_be_saved_is_told_where_no_folder_was_made(tmp_path: Path) -> None:
+    class Refuses:
+        def save_pretrained(self, out: Path) -> None:
+            raise ValueError("quantized")
+
+    with pytest.raises(RunError, match="transformers cannot save this Refuses"):
+        save(Refuses(), tmp_path / "out")
+    (tmp_path / "own").mkdir()
+    with pytest.raises(RunError, match="transformers cannot save this Refuses"):
+        save(Refuses(), tmp_path / "own")
+    assert [one.name for one in tmp_path.iterdir()] == ["own"]
 
 
 def test_upcycle(tmp_path: Path) -> None:

@@ -180,11 +180,13 @@ def test_rows_with_settings_of_their_own_are_told(tmp_path: Path) -> None:
     )
     plan = json.loads((path / "comparison.json").read_text())
     plan["settings"]["learning_rate"] = 0.001
-    plan["tuned"] = {row: {"row": row, "learning_rate": rate} for row, rate in (("smoe", "1e-3"), ("xmoe", "2e-2"))}
+    chosen = (("smoe", "1e-3", "1"), ("xmoe", "2e-2", "4"))
+    plan["tuned"] = {row: {"row": row, "learning_rate": rate, "router_lr_scale": own} for row, rate, own in chosen}
     (path / "comparison.json").write_text(json.dumps(plan))
     comparison = read_comparison(path)
     assert pairing(comparison)[-2:] == [
-        f"--tune chose settings of single rows, on seeds of its own. {rates}.",
+        "--tune chose settings of single rows, on seeds of its own. learning rate: 1e-3 (smoe), 2e-2 (xmoe); "
+        "router lr scale: 1 (smoe), 4 (xmoe).",
         "thor: not tuned, among rows that are: a difference to them may be one of the settings alone.",
     ]
     assert dict(settings(comparison))["learning rate"] == "0.001 (smoe, thor), 0.02 (xmoe)"

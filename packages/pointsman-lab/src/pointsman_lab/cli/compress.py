@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab.cli.audit import domains_of, read_texts, tokenizer_of
-from pointsman_lab.cli.hf import check_out
+from pointsman_lab.cli.hf import check_out, save
 from pointsman_lab.cli.options import Parser, choose_device, whole
 
 EPILOG = """examples:
@@ -81,7 +81,7 @@ def run(words: Sequence[str]) -> int:
         random=values.random, heal=values.heal, note=lambda told: print(f"pointsman: {told}", file=sys.stderr),
     )  # fmt: skip
     print(found.markdown())
-    found.model.save_pretrained(values.out)
+    save(found.model, Path(values.out))
     tokenizer.save_pretrained(values.out)
     told = {"source": values.model, **found.to_dict()}
     write_whole(Path(values.out) / RECORD, json.dumps(told, allow_nan=False) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,13 +101,13 @@ def changed(action: str, model: Any, values: Any) -> Any:
 
 def save(model: Any, out: Path) -> None:
     """Writes the model, or nothing where transformers cannot (RunError)."""
-    before = set(out.glob("*"))
+    existed, before = out.exists(), set(out.glob("*"))
     try:
         model.save_pretrained(out)
     except (RuntimeError, ValueError) as error:
-        for file in set(out.glob("*")) - before:
-            file.unlink()
-        if not before:
+        for path in set(out.glob("*")) - before:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if not existed and out.exists():
             out.rmdir()
         raise RunError(
             f"--out {out}: transformers cannot save this {type(model).__name__} ({str(error).partition(chr(10))[0]}); "

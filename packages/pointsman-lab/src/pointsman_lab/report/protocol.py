@@ -156,10 +156,12 @@ def pairing(comparison: Comparison) -> list[str]:
     if other := [f"{_words(name)}: {values}" for name, values in told.items() if name not in chosen]:
         found.append(f"These runs differ in {'; '.join(other)}: their differences are not those of the router alone.")
     if comparison.tuned:
-        own = "; ".join(f"{_words(name)}: {values}" for name, values in told.items() if name in chosen)
-        found.append(
-            f"--tune chose settings of single rows, on seeds of its own. {own or 'All rows got the same ones'}."
-        )
+        by_value: dict[str, dict[str, list[str]]] = {}
+        for row, of in comparison.tuned.items():
+            for key in of.keys() - {"row"}:
+                by_value.setdefault(key, {}).setdefault(str(of[key]), []).append(row)
+        own = "; ".join(f"{_words(key)}: {_of_rows(by_value[key])}" for key in sorted(by_value))
+        found.append(f"--tune chose settings of single rows, on seeds of its own. {own}.")
     if comparison.tuned and (left := [row for row in comparison.routers if row not in comparison.tuned]):
         found.append(
             f"{', '.join(left)}: not tuned, among rows that are: a difference to them may be one of the settings alone."

@@ -165,11 +165,12 @@ def _moved(value: Any, moved: Mapping[str, str]) -> Any:
 
 
 def _without_folders(command: str) -> str:
-    """A command line whose absolute paths are names."""
+    """Command lines whose absolute paths are names."""
     try:
-        return shlex.join(re.sub(r"(^|[=,:])/(?:[^/=,:]*/)*", r"\1", word) for word in shlex.split(command))
+        lines = [shlex.split(line) for line in command.splitlines()]
     except ValueError:
         return ""
+    return "\n".join(shlex.join(re.sub(r"(^|[=,:])/(?:[^/=,:]*/)*", r"\1", one) for one in words) for words in lines)
 
 
 def open_shared(file: Path, out: Path) -> Opened:

@@ -111,10 +111,14 @@ def drops(router: Router) -> bool:
     return router.capacity is not None or router.ragged
 
 
+class BrokenPromiseError(AssertionError):
+    """What `expect` raises: a promise that does not hold, and no assertion of a router's own."""
+
+
 def expect(condition: bool, message: str) -> None:
-    """AssertionError with the message, also under `python -O`."""
+    """BrokenPromiseError with the message, also under `python -O`."""
     if not condition:
-        raise AssertionError(message)
+        raise BrokenPromiseError(message)
 
 
 def expect_equal(left: Tensor, right: Tensor, what: str) -> None:
