@@ -273,7 +273,7 @@ def test_a_loop_that_calls_an_inner_model_is_refused(how: Any, checkpointed: boo
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     hidden = model.model(IDS, use_cache=False).last_hidden_state
     torch.nn.functional.cross_entropy(model.lm_head(hidden)[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()).backward()
-    with pytest.raises(ValueError, match="in this step a model in DeepseekV3ForCausalLM ran, not the whole"):
+    with pytest.raises(ValueError, match="only a model inside DeepseekV3ForCausalLM ran"):
         optimizer.step()
     if checkpointed:
         return

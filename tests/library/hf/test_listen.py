@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
@@ -173,9 +174,9 @@ def traced(path: Path, model: Any, *texts: Tensor) -> pointsman.traces.RoutingTr
 
 
 @pytest.mark.parametrize("spec", [None, "loss-free:gate=softmax"])
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True, None])  # None: the wrapper of FSDP
 def test_checkpointing_gives_each_forward_its_own_experts_again(
-    spec: str | None, reentrant: bool, tmp_path: Path
+    spec: str | None, reentrant: bool | None, tmp_path: Path
 ) -> None:
     model = spread(zoo.tiny_model("mixtral"))
     trace = traced(tmp_path / "t", model, IDS)
@@ -184,7 +185,9 @@ def test_checkpointing_gives_each_forward_its_own_experts_again(
         other = spread(zoo.tiny_model("mixtral", seed=1)).train()
         if spec is not None:
             hf.replace_routers(other, spec)
-        if checkpointed:
+        if checkpointed and reentrant is None:
+            other.model.layers = torch.nn.ModuleList(map(checkpoint_wrapper, other.model.layers))
+        elif checkpointed:
             other.activation_checkpointing_enable({"use_reentrant": reentrant})
         with hf.replay(other, trace):
             for _ in range(2):
