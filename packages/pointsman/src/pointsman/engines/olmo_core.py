@@ -34,9 +34,7 @@ class Router(MoERouter):  # type: ignore[misc]
     def __init__(self, *, spec: str, d_model: int, num_experts: int, top_k: int, init_device: str, **rest: Any) -> None:
         for name in OTHERS:
             if rest.get(name) is not None:
-                raise ValueError(
-                    f"{ENGINE}: {name}={rest[name]!r} is MoELinearRouter's: set None; the spec says it all"
-                )
+                raise ValueError(f"{ENGINE}: {name}={rest[name]!r} is MoELinearRouter's: set None; the spec has it")
         if rest.get("uniform_expert_assignment") or rest.get("random_expert_assignment"):
             raise ValueError(f"{ENGINE}: router {spec!r} chooses itself: leave expert assignments of benchmarks off")
         super().__init__(d_model=d_model, num_experts=num_experts, top_k=top_k, init_device=init_device)

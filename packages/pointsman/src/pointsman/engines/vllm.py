@@ -42,12 +42,8 @@ class RoutingFunction:
             ValueError: another k than the router's, or `renormalize`, which the router's spec says.
         """
         if topk != self.router.top_k:
-            raise ValueError(
-                f"{ENGINE}: topk={topk}, but the router has k = {self.router.top_k}: set_top_k(router, {topk})"
-            )
+            raise ValueError(f"{ENGINE}: topk={topk}, the router's is {self.router.top_k}: set_top_k(router, {topk})")
         if renormalize:
-            raise ValueError(
-                f"{ENGINE}: renormalize=True: set False; the router's spec says how weights are normalised"
-            )
+            raise ValueError(f"{ENGINE}: renormalize=True: set False; the spec says how weights are normalised")
         routing = self.router(hidden_states[None])
         return routing.weights.float(), routing.experts.to(torch.int32)

@@ -277,9 +277,8 @@ def moved(model: nn.Module) -> None:
         for seat in outside:
             seat.outside = False
         if outside and reached is None and "pointsman_counts" not in home.__dict__:
-            kind = type(home).__name__
-            raise ValueError(f"hf.balance: in this step only a model inside {kind} ran, which is not balanced: call {kind} "
-                             "itself; without labels, write loss = pointsman.add_losses(loss, model)")  # fmt: skip
+            raise ValueError(f"hf.balance: in a step only a model inside {type(home).__name__} ran, unbalanced: call "
+                             "the whole; without labels, write loss = pointsman.add_losses(loss, model)")  # fmt: skip
         settle(home, settings.biases)
         if reached is False:
             raise ValueError("hf.balance: a step was made to which its loss gave no gradient: the loop makes a loss of "
