@@ -42,7 +42,7 @@ class RoutingFunction:
             ValueError: another k than the router's, or `renormalize`, which the router's spec says.
         """
         if topk != self.router.top_k:
-            raise ValueError(f"{ENGINE}: topk={topk}, the router's is {self.router.top_k}: set_top_k(router, {topk})")
+            raise ValueError(f"{ENGINE}: topk={topk}, its router has k = {self.router.top_k}; set_top_k changes it")
         if renormalize:
             raise ValueError(f"{ENGINE}: renormalize=True: set False; the spec says how weights are normalised")
         routing = self.router(hidden_states[None])
