@@ -86,7 +86,7 @@ def train(model: TransformerXL, ranks: Ranks, *, sgd: bool = False, factor: floa
         found |= {f"loss of step {step}": ranks.total(outcome.nats / ranks.count)[0], f"norm of step {step}": norm}
         clip_gradient(named.values(), norm, 1.0)
         optimizer.step()
-        step_end(model)
+        step_end(model, None if ranks.count > 1 else lambda tensors: None)  # one process among others
     for name, parameter in named.items():
         found |= {f"{key} of {name}": value for key, value in optimizer.state[parameter].items()}
     return {name: tensor.detach() for name, tensor in (found | model.state_dict()).items()}
