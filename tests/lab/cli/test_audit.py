@@ -192,8 +192,8 @@ def test_conversations(saved: Path, tmp_path: Path) -> None:
     [
         (["nowhere/model"], "nowhere/model"),
         (["TRUNCATED"], "no model that transformers can load"),
-        (["LACKING"], "the saved model lacks 1 weights of OlmoeForCausalLM: model.layers.0.mlp.gate.weight"),
-        (["LACKING", "--on-disk"], "the saved model lacks 1 weights of OlmoeForCausalLM"),
+        (["LACKING"], "the saved OlmoeForCausalLM lacks 1 weights: model.layers.0.mlp.gate.weight"),
+        (["LACKING", "--on-disk"], "the saved OlmoeForCausalLM lacks 1 weights"),
         (["nowhere/model", "--on-disk"], "nowhere/model: no model that transformers can load"),
         (["BAD"], "this is a file"),
         ([None, "--top-k", "9"], "from 1 to 8"),
