@@ -174,12 +174,12 @@ def step_end(model: nn.Module, reduce: Callable[[Sequence[Tensor]], None] | None
     routers = list(dict.fromkeys(router for _, router in named_routers(model)))  # layers may share one
     if reduce is None and routers and routers[0].ranks.count > 1:
         reduce = routers[0].ranks.add_up
-    elif reduce is None and every_rank().count > 1:
+    elif reduce is None and any(router.needs_step_end for router in routers) and every_rank().count > 1:
         if groups := [part.process_group for part in model.modules() if isinstance(part, DistributedDataParallel)]:
             size = sum(tensor.numel() for router in routers for tensor in router.gathered())
-            if routers and every_rank(groups[0]).alike(size, next(model.parameters()).device):
-                reduce = every_rank(groups[0]).add_up
-            elif routers:
+            if (ranks := every_rank(groups[0])).alike(size, next(model.parameters()).device):
+                reduce = ranks.add_up
+            else:
                 routers[0].warn("step_end: the processes ran other layers in this step, and each counts its own tokens")
         elif any(router.gathered() for router in routers):
             routers[0].warn(

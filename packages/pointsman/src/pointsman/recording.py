@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from pointsman.control import is_huggingface, routers_by_layer
+from pointsman.ops.linear import in_backward
 from pointsman.routing import Routing, RoutingContext
 from pointsman.traces.trace import TraceWriter
 
@@ -87,7 +88,7 @@ def observe_routing(model: nn.Module, observe: Observer, asked: str = "observe_r
     Raises:
         ValueError: as of `listener`.
     """
-    handles = listener(model, asked).hooks(lambda *seen: torch._C._current_graph_task_id() == -1 and observe(*seen))
+    handles = listener(model, asked).hooks(lambda *seen: in_backward() or observe(*seen))
     with ExitStack() as inside:
         for handle in handles:
             inside.enter_context(handle)

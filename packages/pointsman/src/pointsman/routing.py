@@ -5,7 +5,7 @@ Shapes: B sequences, T tokens a sequence, E experts, k chosen experts, H heads, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -247,6 +247,22 @@ class Routing:
         """The same routing without autograd history."""
         found: Routing = _detached(self)
         return found
+
+
+def check_given(spec: str, dim: int, needs: Set[str], hidden: Tensor, context: RoutingContext) -> None:
+    """ValueError unless hidden states [B, T, dim] and their context are what a router of this spec can take."""
+    if hidden.dim() != 3 or hidden.shape[-1] != dim:
+        raise ValueError(f"{spec}: hidden must be [B, T, {dim}] or [tokens, {dim}], got {list(hidden.shape)}")
+    if context.padding_mask is not None:
+        check_padding_mask(context.padding_mask, hidden.shape[:2], f"{spec}: ")
+    for need in needs:
+        if (given := getattr(context, need)) is None:
+            raise ValueError(f"{spec}: the router needs RoutingContext.{need}, which this model does not give")
+        if need in ("token_ids", "attention"):
+            seen, there = given.shape if need == "token_ids" else given.output.shape[:2], hidden.shape[:2]
+            if seen != there:
+                told = " tokens, the hidden states of ".join(" x ".join(map(str, one)) for one in (seen, there))
+                raise ValueError(f"{spec}: RoutingContext.{need} is of {told}")
 
 
 def _detached(value: Any) -> Any:

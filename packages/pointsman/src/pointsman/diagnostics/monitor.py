@@ -24,6 +24,7 @@ from pointsman.control import named_routers
 from pointsman.diagnostics.base import Moments, unmixed
 from pointsman.diagnostics.base import counts as expert_counts
 from pointsman.diagnostics.statistics import Margin, entropies, load_summary
+from pointsman.ops.linear import in_backward
 from pointsman.ranks import ALONE
 from pointsman.recording import Listened, listener
 from pointsman.routing import Routing, RoutingContext
@@ -153,7 +154,7 @@ class RoutingMonitor:
                 handle.remove()
 
     def _update(self, name: str, routing: Routing, context: RoutingContext | None, hidden: Tensor) -> None:
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             return  # a backward repeats the forward: activation checkpointing
         window = self._windows.setdefault(name, _Window(routing.num_experts))
         mask = None if context is None or context.padding_mask is None else context.padding_mask.reshape(-1)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pointsman.control import named_routers
 from pointsman.delivery import without_losses
 from pointsman.layer import MoE
+from pointsman.ops.linear import in_backward
 from pointsman.routing import RoutingContext
 
 
@@ -21,7 +22,7 @@ def observe_mixing(model: nn.Module, observe: Callable[[str, Tensor, Tensor, Rou
 
     def hook_of(name: str) -> Callable[..., None]:
         def hook(mixer: Any, args: tuple[Any, ...], output: Any) -> None:
-            if torch._C._current_graph_task_id() == -1:  # no backward, which repeats what is checkpointed
+            if not in_backward():  # which repeats what is checkpointed
                 own, effective = mixer.neighbours(*args)
                 observe(name, own, effective, args[2])
 

@@ -21,6 +21,7 @@ from pointsman._errors import did_you_mean
 from pointsman.hf.balancing import BIAS_RATE, Balancing, Bias, Place, Seat, biases_for, count, settle
 from pointsman.hf.gates import candidates, no_gate, survey
 from pointsman.hf.given import names_of
+from pointsman.ops.linear import in_backward
 
 logger = logging.getLogger("pointsman.hf")
 OWN = ("router_aux_loss_coef", "aux_loss_coef")
@@ -37,12 +38,8 @@ def _keep(gate: Any, args: Any, kwargs: Any, output: Any) -> None:
     if seat.open:
         seat.known = True
         seat.seen.append((output, (args[0] if args else kwargs["hidden_states"]).shape[:-1]))
-    elif gate.training and torch.is_grad_enabled() and not (seat.known and _in_backward()):
+    elif gate.training and torch.is_grad_enabled() and not (seat.known and in_backward()):
         seat.outside = True
-
-
-def _in_backward() -> bool:
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _open(home: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

@@ -15,6 +15,7 @@ from pointsman._errors import did_you_mean
 from pointsman.hf.gates import Gate, no_gate, original_forward, survey
 from pointsman.hf.given import Given, Running
 from pointsman.hf.surgery.routed import ClassRule
+from pointsman.ops.linear import in_backward
 from pointsman.recording import KNOWN
 from pointsman.replay import RouterPlace
 from pointsman.traces import MISSING, RoutingTrace
@@ -112,7 +113,7 @@ class _Rows:
 
     def of(self, layer: str, tokens: int) -> Tensor:
         """The rows of the tokens that a layer reads."""
-        if torch._C._current_graph_task_id() != -1:  # a node that the forward made asks for it
+        if in_backward():  # a node that the forward made asks for it
             number = torch._C._current_autograd_node()._sequence_nr()
             forward = next((one for one in self.rows if one.first <= number < one.last), None)
             if forward is None:

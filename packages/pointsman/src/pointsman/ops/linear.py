@@ -13,6 +13,11 @@ from torch.autograd import forward_ad
 HALF = (torch.bfloat16, torch.float16)
 
 
+def in_backward() -> bool:
+    """Whether a backward pass runs, in which activation checkpointing does forwards again; while compiling: no."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
 def without_autocast(kind: str) -> AbstractContextManager[Any]:
     """No autocast on this type of device in the block."""
     return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from pointsman.hf.given import CACHE, names_of
+from pointsman.ops.linear import in_backward
 from pointsman.routing import RouterState, Routing, RoutingContext
 
 CARRIES = "pointsman_carries"
@@ -102,7 +103,7 @@ class ForwardState:
 
     def context(self, gate: Any, hidden: Tensor) -> tuple[Tensor, RoutingContext]:
         """The gate's input as [B, T, dim], and its router's context."""
-        if torch._C._current_graph_task_id() != -1:  # a checkpoint recomputes the forward inside backward
+        if in_backward():  # a checkpoint recomputes the forward inside backward
             self.recomputed = True
             if self.pending > 1:
                 raise ValueError("gradient checkpointing with a mixing router needs a backward after each forward; "

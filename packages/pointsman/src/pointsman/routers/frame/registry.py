@@ -179,8 +179,7 @@ def build_router(
         spec: `scores[:option=value]*[@choice[:option=value]*][+mixer[:option=value]*]`.
         dim: width of the hidden states.
         num_experts: E.
-        top_k: experts a token at construction (`set_top_k` changes it later). A router may start at a k of its own:
-            `switch` at 1.
+        top_k: experts a token at first (`set_top_k` changes it). A router may start at a k of its own: `switch` at 1.
         shared: modules that several routers share; `build_routers` passes one dict for a whole model.
         vocab_size: the number of token ids, for routers that look at them.
         place: how many sparse layers are below it, for routers that draw other tables in each layer.
@@ -195,8 +194,7 @@ def build_router(
         raise ValueError(f"{parsed.router!r} is a baseline without a router; models build it from the spec themselves")
     for name, value, least in (("dim", dim, 1), ("num_experts", num_experts, 1), ("place", place, 0)):
         check_whole(name, value, least=least)
-    if vocab_size is not None:
-        check_whole("vocab_size", vocab_size)
+    check_whole("vocab_size", 1 if vocab_size is None else vocab_size)
     parsed = _with_options(parsed, options)
     written_spec = format_spec(parsed) if options else spec.strip()
     where = f"router spec {written_spec!r}: "

@@ -18,7 +18,7 @@ from pointsman.routers.frame.entries import LayerSpec
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores, Selection, Stage, Tensors, scalar
 from pointsman.routers.frame.stages import Mixer, Selector, Stages
 from pointsman.routers.frame.steps import Balance, after_the_choice
-from pointsman.routing import RouterState, Routing, RoutingContext, check_padding_mask
+from pointsman.routing import RouterState, Routing, RoutingContext, check_given
 
 PLAIN_CONTEXT = RoutingContext()
 _steps = {"taken": 0}  # by every optimizer of this process; before the hooks that call `step_end`
@@ -98,7 +98,7 @@ class Router(nn.Module):
             hidden, ids = hidden.unsqueeze(0), context.token_ids
             context = context if ids is None else replace(context, token_ids=ids.reshape(1, -1))
         compiling = torch.compiler.is_compiling()
-        self._check(hidden, context)
+        check_given(self.spec, self.dim, self.needs, hidden, context)
         if self.training and not compiling and torch.is_grad_enabled():
             self._check_training()
         if compiling:
@@ -206,11 +206,7 @@ class Router(nn.Module):
         self._frozen = self.score.frozen = frozen
 
     def reset_parameters(self) -> None:
-        """As `build_router` starts it, newly drawn: after `to_empty`, children first (`model.apply`).
-
-        Raises:
-            ValueError: it has other tensors than it was built with (`pointsman.hf.replace_routers`).
-        """
+        """As `build_router` starts it, newly drawn, after `to_empty`; ValueError if it was changed since (`hf`)."""
         redraw(self, self.fresh())
 
     def requires_grad_(self, requires_grad: bool = True) -> Router:
@@ -253,21 +249,6 @@ class Router(nn.Module):
     def _moves(self) -> tuple[int, int]:
         """The parameters' version, which a copy or a gathered shard changes too, and the optimizers' steps so far."""
         return sum(parameter._version for parameter in self.parameters()), _steps["taken"]
-
-    def _check(self, hidden: Tensor, context: RoutingContext) -> None:
-        if hidden.dim() != 3 or hidden.shape[-1] != self.dim:
-            allowed = f"[B, T, {self.dim}] or [tokens, {self.dim}]"
-            raise ValueError(f"{self.spec}: hidden must be {allowed}, got {list(hidden.shape)}")
-        if context.padding_mask is not None:
-            check_padding_mask(context.padding_mask, hidden.shape[:2], f"{self.spec}: ")
-        for need in self.needs:
-            if (given := getattr(context, need)) is None:
-                raise ValueError(f"{self.spec}: the router needs RoutingContext.{need}, which this model does not give")
-            if need in ("token_ids", "attention"):
-                seen, there = given.shape if need == "token_ids" else given.output.shape[:2], hidden.shape[:2]
-                if seen != there:
-                    told = " tokens, the hidden states of ".join(" x ".join(map(str, one)) for one in (seen, there))
-                    raise ValueError(f"{self.spec}: RoutingContext.{need} is of {told}")
 
     def _check_training(self) -> None:
         if self.top_k == 1 and self.select.renormalize and any(p.requires_grad for p in self.score.parameters()):

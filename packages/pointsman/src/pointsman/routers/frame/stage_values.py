@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from pointsman import auxiliary
+from pointsman.ops.linear import HALF
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routing import WEIGHTED_SUM, Combine, RouterState, RoutingContext
 
@@ -68,8 +68,9 @@ class Stage(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in kept.items() if isinstance(value, int | float | str))
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        half = tensor is not None and tensor.dtype in (torch.bfloat16, torch.float16)
-        super().register_buffer(name, tensor.float() if half and tensor is not None else tensor, persistent)
+        if tensor is not None and tensor.dtype in HALF:
+            tensor = tensor.float()
+        super().register_buffer(name, tensor, persistent)
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Stage:
         every = [module._buffers for module in self.modules()]
@@ -77,7 +78,7 @@ class Stage(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for buffers, name, before in kept:
             after = buffers[name]
-            if before is not None and after is not None and after.dtype in (torch.bfloat16, torch.float16):
+            if before is not None and after is not None and after.dtype in HALF:
                 buffers[name] = before.to(after.device)
         return self
 
