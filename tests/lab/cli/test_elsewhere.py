@@ -304,7 +304,7 @@ def test_an_installed_package_is_recorded_and_named_to_the_receiver(
     out, packed = tmp_path / "out", tmp_path / "a.pointsman"
     assert main(compared(tmp_path / "text.txt", out)) == 0
     environment = json.loads((out / "runs/mine/seed-0/environment.json").read_text())
-    assert environment["origin"] == {"my_routers": "1.0"}
+    assert environment["origin"] == {"my_routers": "my_routers 1.0"}
     capsys.readouterr()
     assert main(["submit", str(out), "--router", "mine"]) == 2
     assert "comes from my_routers 1.0, which an entry does not carry" in capsys.readouterr().err
@@ -324,6 +324,25 @@ def test_a_run_of_somebody_else_imports_nothing(file: Path, tmp_path: Path, monk
     imports.import_recorded("smoe", [str(file)])
     imports.import_named(str(file))
     imports.import_recorded("smoe|mine", ["my_nowhere"])
+
+
+def test_a_worker_imports_nothing_of_somebody_elses_either(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of ours are added to a comparison that was sent: their processes leave its file alone, there or not."""
+    done = tmp_path / "executed"
+    file.write_text(f"import pathlib\npathlib.Path({str(done)!r}).touch()\n" + SOURCE)
+    command = compared(tmp_path / "text.txt", tmp_path / "out")
+    assert main([*command, "--import", str(file)]) == 0
+    forget()
+    done.unlink()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "of_somebody_else"))
+    command[-1] = "2"
+    for rows in ("smoe,smoe-dropout", "smoe,hyperrouter,xmoe"):
+        command[2] = rows
+        assert main(command) == 0
+        assert not done.exists()
+        file.unlink(missing_ok=True)
 
 
 def test_the_code_that_a_run_names_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

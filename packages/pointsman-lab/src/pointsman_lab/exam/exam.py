@@ -20,7 +20,14 @@ from pointsman_lab.exam.student import ROWS
 from pointsman_lab.exam.task import Task
 from pointsman_lab.progress import Progress, Stop, check_stop
 from pointsman_lab.runs.compact import rounded
-from pointsman_lab.runs.imports import check_imported, check_origin, import_named, origin_of, present
+from pointsman_lab.runs.imports import (
+    check_imported,
+    check_origin,
+    import_named,
+    named_before,
+    origin_of,
+    present,
+)
 from pointsman_lab.training.jobs import Work, do_all
 
 PLAN, RECORD = "exam.json", "record.jsonl"
@@ -137,7 +144,7 @@ def examine(
     whole = merged(plan, out)
     with alone(out):
         before = read_json(out / PLAN) or {"rows": [], "origins": {}}
-        origins = {row: origin for row in plan.rows if row not in before["rows"] and (origin := origin_of(row))}
+        origins = {row: origin for row in plan.rows if (origin := origin_of(row))}
         origins |= before.get("origins", {})
         values = {"version": VERSION, "rows": whole.rows, "tasks": whole.tasks, "seeds": whole.seeds}
         write_whole(out / PLAN, json.dumps({**values, "imports": whole.imports, "origins": origins}, indent=2) + "\n")
@@ -150,7 +157,7 @@ def examine(
         ]  # fmt: skip
 
         titles = [f"{number}/{len(todo)} {' '.join(place)}" for number, place in enumerate(todo, 1)]
-        setup = partial(worker, out, plan.seeds, plan.imports)
+        setup = partial(worker, out, plan.seeds, named_before(plan.imports))
         do_all(todo, titles, setup, setup, jobs, progress=progress, ended=lambda _: ended(), stop=stop)
     return whole
 

@@ -219,7 +219,7 @@ def stochastic(router: str) -> bool:
 
 
 def settings(comparison: Comparison) -> list[tuple[str, str]]:
-    """The settings of the runs: (name in words, value); where runs differ, each value with its rows."""
+    """The settings of the runs: (name in words, value); where rows of one comparison differ, each value with them."""
     source = comparison.settings if not comparison.single else next(iter(comparison.runs.values())).config
     told = ((name, value) for name, value in flattened(source) if value is not None and name not in _NO_SETTINGS)
     own = {} if comparison.single else {name: _of_rows(values) for name, values in differing(comparison).items()}

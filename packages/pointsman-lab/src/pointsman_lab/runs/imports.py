@@ -48,6 +48,8 @@ def import_named(name: str) -> str:
             if other != str(file) and any(Path(other).is_relative_to(Path(one).parent) for one in _IMPORTED.values()):
                 raise ValueError(f"--import {name!r}: it got {other} in place of {file}: rename one of the two")
         _IMPORTED[_digest(found)] = found
+        for module in [one for one in [*sys.modules.values()] if getattr(one, "__file__", None) == found]:
+            _origin(module)  # as it is now: the file may change before a run asks
     with contextlib.suppress(OSError, ValueError):  # without it the flag is needed each time
         remember(found)
     return found
@@ -79,13 +81,17 @@ def import_recorded(router: str, names: Sequence[str]) -> None:
         raise error from None
 
 
+def named_before(names: Sequence[str]) -> list[str]:
+    """Of what a run records, the modules and files that this user has named: a worker, too, imports no others."""
+    return [name for name in map(present, names) if is_remembered(name)]
+
+
 def import_remembered(names: Sequence[str]) -> list[str]:
     """Imports the modules and files that this user has named before; returns the others."""
-    refused = [name for name in map(present, names) if not is_remembered(name)]
-    for name in map(present, names):
-        if name not in refused:
-            import_named(name)
-    return refused
+    named = named_before(names)
+    for name in named:
+        import_named(name)
+    return [name for name in map(present, names) if name not in named]
 
 
 def check_imported(specs: Iterable[str], dim: int, num_experts: int) -> None:
@@ -109,9 +115,8 @@ def check_imported(specs: Iterable[str], dim: int, num_experts: int) -> None:
         try:
             hold(case, (flags.causal_flag, flags.batch_invariant_flag))
         except Exception as broken:
-            if isinstance(
-                broken.__cause__, BrokenPromiseError
-            ):  # another error is of these sizes, or training meets it
+            # another error is of these sizes, or training meets it
+            if isinstance(broken.__cause__, BrokenPromiseError):
                 raise RunError(str(broken)) from None
 
 
@@ -179,11 +184,8 @@ def left_out(where: object, origin: Mapping[str, str], sources: Mapping[str, str
     sums = {_sum(text.encode()) for text in sources.values()}
     left = {name: value for name, value in origin.items() if value not in sums}
     if changed := next((name for name in left if slug(name) in sources), None):
-        raise RunError(
-            f"{where}: {changed} is not what it was when its router was trained: repeat the command with --import and "
-            "the file as it was"
-        )
-    return [name if name.endswith(".py") else f"{name} {version}" for name, version in left.items()]
+        raise RunError(f"{where}: {changed} is not what it was when its router was trained: it can go along as it was")
+    return [name if name.endswith(".py") else version for name, version in left.items()]
 
 
 def names_in(router: str) -> list[str]:
@@ -192,7 +194,7 @@ def names_in(router: str) -> list[str]:
 
 
 def origin_of(router: Any) -> dict[str, str]:
-    """Where a router setting's parts come from that are not pointsman's: file -> SHA-256, package -> version."""
+    """Where a router setting's parts come from that are not pointsman's: file -> SHA-256, package -> "name version"."""
     from pointsman.routers.frame.registry import MIXERS, ROUTERS
 
     entries = [(ROUTERS | MIXERS).get(name) for name in names_in(label(router))]
@@ -211,8 +213,8 @@ def check_origin(where: object, before: Mapping[str, str] | None, router: Any) -
     if before and here and (changed := {*before.values()} ^ {*here.values()}):
         name = next(one for one, value in [*before.items(), *here.items()] if value in changed)
         raise RunError(
-            f"{where}: {name} is not what it was when router {label(router)!r} was trained: choose another --out, or "
-            f"--import {name} as it was"
+            f"{where}: {name} is not what it was when router {label(router)!r} was trained: bring it back as it was, "
+            "or train in another --out"
         )
 
 
@@ -227,13 +229,15 @@ def _origin(module: ModuleType) -> dict[str, str]:
     if not packages and not top.startswith("pointsman_import_"):
         packages = metadata.packages_distributions().get(top, [])
     if packages:
-        return {packages[0]: metadata.version(packages[0])}
+        return {packages[0]: f"{packages[0]} {metadata.version(packages[0])}"}
     file = Path(getattr(module, "__file__", None) or "")  # a notebook and an interactive session have none
+    if top in ("__main__", "__mp_main__"):  # a script is more than its router
+        return {}
     return {name: _sum(content) for name, content in _contents(file).items()} if file.is_file() else {}
 
 
 def local_files(file: Path) -> list[Path]:
-    """A Python file and the modules beside it that it imports, and those that these import; none of them is run."""
+    """A Python file and, without running any, the modules beside it that it imports, and those that these import."""
     found: list[Path] = []
     todo = [file]
     while todo:

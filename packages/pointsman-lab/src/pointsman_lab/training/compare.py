@@ -28,10 +28,16 @@ from pointsman_lab.processes import available_cores, one_after_another
 from pointsman_lab.progress import Progress, Quiet, Stop
 from pointsman_lab.registry import OLDEST, family
 from pointsman_lab.runs.compact import restore
-from pointsman_lab.runs.comparison import read_comparison, read_plan, required_plan, write_node, write_plan
-from pointsman_lab.runs.imports import check_imported, check_origin, import_named
+from pointsman_lab.runs.comparison import (
+    Comparison,
+    read_comparison,
+    read_plan,
+    required_plan,
+    write_node,
+    write_plan,
+)
+from pointsman_lab.runs.imports import check_imported, check_origin, import_named, named_before
 from pointsman_lab.runs.paths import COMPARISON, EVALUATION, run_path
-from pointsman_lab.runs.record import label
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.config import settings as all_settings
 from pointsman_lab.training.directory import RunDirectory
@@ -123,7 +129,7 @@ def _whole_commands(commands: Sequence[str], asked: Mapping[str, str], seeds: in
         asked: row -> what `--tune` was asked for; "" for a row that was not tuned.
     """
     tuned, others = [row for row in asked.values() if row], [row for row, of in asked.items() if not of]
-    last = {any(word.partition("=")[0] == "--tune" for word in shlex.split(one)): one for one in commands}
+    last = {any(word.partition("=")[0] == "--tune" for word in _words(one)): one for one in commands}
     if len(last) == 2 and tuned and others:
         return "\n".join((_whole_command(last[True], tuned, seeds), _whole_command(last[False], others, seeds))).strip()
     if True not in last or not tuned:
@@ -133,7 +139,7 @@ def _whole_commands(commands: Sequence[str], asked: Mapping[str, str], seeds: in
 
 def _whole_command(command: str, routers: Sequence[str], seeds: int) -> str:
     """The command with all rows and seeds of the directory, so that it makes the whole table anew."""
-    words = shlex.split(command)
+    words = _words(command)
     for flag, value in (("--routers", ",".join(routers)), ("--seeds", str(seeds))):
         if flag in words[:-1]:
             words[words.index(flag) + 1] = value
@@ -142,6 +148,13 @@ def _whole_command(command: str, routers: Sequence[str], seeds: int) -> str:
         elif words and value != "1":
             words += [flag, value]
     return shlex.join(words)
+
+
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError:  # a quotation mark without its second, in a plan that somebody edited
+        return command.split()
 
 
 def compare(
@@ -208,7 +221,7 @@ def compare(
 
         titles = [f"{number}/{len(every)} {router}, seed {seed}" for number, router, seed in todo]
         runs = [(plan.config(router, seed), run_path(out, router, seed)) for _, router, seed in todo]
-        setup = partial(_trainer, plan.base, device)
+        setup = partial(_trainer, replace(plan.base, imports=tuple(named_before(plan.base.imports))), device)
         do_all(
             runs, titles, setup, partial(setup, task, ranks, layout), jobs, progress=progress,
             ended=lambda _: ended(), stop=stop, hosts=hosts,
@@ -224,8 +237,7 @@ def _begin(plan: Plan, whole: Plan, out: Path, task: Task) -> None:
     if before.get("data", task.fingerprint) != task.fingerprint:
         raise RunError(f"{out} holds a comparison on other data: {plan.base.data} has changed; choose another --out")
     if before:
-        check_runs(out)
-        for run in (run for router in plan.routers for run in read_comparison(out).of(label(router))):
+        for run in check_runs(out).runs.values():
             check_origin(run.path, run.environment.get("origin"), run.router)
     write_plan(
         out, settings=whole.settings(), routers=whole.routers, seeds=whole.seeds, command=whole.command,
@@ -233,13 +245,13 @@ def _begin(plan: Plan, whole: Plan, out: Path, task: Task) -> None:
     )  # fmt: skip
 
 
-def check_runs(out: Path) -> None:
-    """RunError where a run has other settings than its comparison, or another router than its row's other seeds."""
-    plan = required_plan(out)
+def check_runs(out: Path) -> Comparison:
+    """The comparison; RunError where a run has other settings than it, or another router than its row's other seeds."""
+    plan, comparison = required_plan(out), read_comparison(out)
     of = str(plan["settings"]["model"].get("family", OLDEST))
     free, kinds = without_effect(of) | {"seed", *(f"model.{key}" for key in OF_A_RUN)}, all_settings(of)
     origins: dict[str, Any] = {}
-    for (router, _), run in read_comparison(out).runs.items():
+    for (router, _), run in comparison.runs.items():
         tuned = plan.get("tuned", {}).get(router, {})
         own = {key: typed_value(value, kinds[key], key) for key, value in tuned.items() if key in kinds}
         own = {key: list(value) if isinstance(value, tuple) else value for key, value in own.items()}
@@ -250,6 +262,7 @@ def check_runs(out: Path) -> None:
         origin = run.environment.get("origin")
         if origin and {*origins.setdefault(router, origin).values()} != {*origin.values()}:
             raise RunError(f"{run.path}: {', '.join(origin)}: not what it was for the other seeds of {router!r}")
+    return comparison
 
 
 def _trainer(

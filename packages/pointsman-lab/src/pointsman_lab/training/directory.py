@@ -31,7 +31,7 @@ class RunDirectory:
         return (self.path / CONFIG).exists()
 
     def config(self) -> RunConfig:
-        """The run's settings; RunError also where its router is not the one here that is called so."""
+        """The run's settings; RunError also where the code of its router has changed since."""
         refuse_model(self.path)
         file = self.path / CONFIG
         try:
