@@ -91,8 +91,9 @@ def text(cells: Cells, tasks: Sequence[str], rows: Sequence[str], measured: Mapp
     found = correlations(card, measured)
     enough = [row for row in found if row[4] >= ENOUGH_ROUTERS]
     first = (
-        f"{sum(row[5] for row in enough)} of {len(enough)} pairs of a task and a comparison of trained models have a "
-        "rank correlation whose interval is on one side of 0 (about one in twenty would by chance)."
+        f"{sum(row[5] for row in enough)} of {len(enough)} pairs of a task and a comparison of trained models, of "
+        f"{ENOUGH_ROUTERS} routers or more, have a rank correlation whose interval is on one side of 0 (about one in "
+        "twenty would by chance). Of fewer routers the intervals below are too short."
     )
     shown = [
         [task, name, f"{rho:+.2f}", f"{low:+.2f} to {high:+.2f}", str(count)]

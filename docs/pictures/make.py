@@ -1,7 +1,8 @@
 """Takes the pictures of docs/report.md from a report page: python docs/pictures/make.py REPORT.html
 
-`make.py card EXAM/report.html` takes README's report card. The others of README are figures as they are: quickstart.svg
-is `pointsman report runs/quickstart --figures svg`, audit.svg `pointsman report AUDIT --figures svg`.
+`make.py card EXAM/report.html` takes README's report card, of `pointsman exam smoe-dropout,hyperrouter,xmoe,loss-free
+--tasks clusters,zipf,norms,neighbours --out EXAM`. The others of README are figures as they are: quickstart.svg is
+`pointsman report runs/quickstart --figures svg`, audit.svg `pointsman report AUDIT --figures svg`.
 
 Needs selenium, chromium and chromedriver.
 """

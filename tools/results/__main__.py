@@ -30,6 +30,7 @@ from tools.results.claims_file import CLAIMS, read_toml, tuned_rows
 from tools.results.measures import DIAGNOSED, UNITS, Measure
 from tools.results.trends import read_trends, write_trends
 
+DENSE = "A dense row stands at the largest k, and so does its difference; the claims compare it at a k that they name."
 MADE = "Made by `make results` from the records in `records/`; nothing here is typed by hand."
 
 
@@ -71,6 +72,8 @@ class Pages:
         parts += tuning(self.records / name)
         for form in forms:
             parts += [f"## {form.file}", form.markdown()]
+            if form is table and any(row.router_parameters is None for row in table.rows):
+                parts.append(DENSE)
         if shown := measured(comparison, loads):
             parts += ["## loads", "Squared coefficient of variation of the experts' loads, mean over layers.", shown]
         if shown := measured(comparison, found):

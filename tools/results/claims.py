@@ -43,9 +43,10 @@ Made by `make results` from the records in `records/`; nothing here is typed by 
 
 Each line compares two rows, of one grid where no other is named, paired by seed: same data order, same initial weights
 in the parts that both have. Of a language model a seed changes the initial weights, not the order of the data.
-Difference: first row minus second, mean ± half of its own 95 % interval, not corrected. Variances are moderated over
-the claims of a measure (Smyth 2004); p is corrected for the family: by Holm's method in a primary family, by Benjamini
-and Hochberg's in an exploratory one. *Equivalent*: two one-sided tests find the difference within the margin that is
+Difference: first row minus second, mean ± half of its 95 % interval, not corrected. Its variance is moderated over the
+claims of a measure (Smyth 2004), so intervals of one grid can be of one width, and grids' own pages have others; p is
+corrected for the family: by Holm's method in a primary family, by Benjamini and Hochberg's in an exploratory one. *Does
+not hold*: the opposite is significant. *Equivalent*: two one-sided tests find the difference within the margin that is
 named. *Undecided*: neither; beside it stands the smallest difference that would have been seen with a power of 80 % (at
 Holm's first step), or of a claim of equality the smallest margin, and how many more seeds would bring that to the 0.01
 (or other margin) that is named. A control is no claim, so it has a figure, with an interval of its own variance, and no
@@ -55,9 +56,9 @@ Bold: verdicts of primary families, beside them that of a plain t-test, correcte
 interval holds what the choice of learning rates adds: it rests on one seed, or, where the grid's page says so, on one
 seed down to the settings of the last round and on three between these. Exploratory grids were looked at while their
 seeds came in, so their p-values are too small by an unknown amount, and their verdicts only suggest what to ask next.
-[The protocol](protocol.md) says what was fixed before the runs. A note after a verdict has its figures in the section
-Rates. A star marks a claim that entered when its records were there already. Each grid's page has its command;
-claims.toml in `records/` has all.
+[The protocol](protocol.md) says what was fixed before the runs. A note after a verdict has its figures in the sections
+Rates and Balance, or in other grids' lines. A star marks a claim that entered when its records were there already.
+Each grid's page has its command; claims.toml in `records/` has all.
 """
 
 
@@ -93,7 +94,7 @@ class Tested:
 
     @property
     def verdict_text(self) -> str:
-        """The verdict with what it rests on, that of a plain t-test where it differs, and the claim's note."""
+        """The verdict with what it rests on."""
         text = self.marked
         if self.judged is not None and self.verdict == "equivalent":
             text += f" within {self.judged.margin:g}"
@@ -102,13 +103,14 @@ class Tested:
             needs = f"needs {more:,} more" if more < 1000 else "needs over 1,000 more"
             sees = "would show equality within" if self.claim.expected == "equal" else "sees"
             text += f": {sees} {smallest:.3f}; {needs} seed{'s' * (more != 1)} for {margin:g}"
-        return text + self.otherwise + (f"; {self.claim.note}" if self.claim.note and self.judged else "")
+        return text + self.otherwise
 
     @property
     def otherwise(self) -> str:
-        """The verdict of a plain t-test, where that of moderated variances is another."""
+        """The verdict of a plain t-test, where that of moderated variances is another, and the claim's note."""
         other = self.plain.verdict if self.plain else self.verdict
-        return f"; by a plain t-test {other}" if other != self.verdict else ""
+        text = f"; by a plain t-test {other}" if other != self.verdict else ""
+        return text + (f"; {self.claim.note}" if self.claim.note and self.judged else "")
 
     @property
     def marked(self) -> str:
@@ -244,7 +246,7 @@ class Page:
     def _row(self, one: Tested) -> list[str]:
         claim, count = one.claim, len(one.values)
         seeds = f"{count} turns" if count and claim.timings else str(count or NONE)
-        p = NONE if one.judged is None else "<0.001" if one.judged.p < 0.001 else f"{one.judged.p:.1g}"
+        p = NONE if one.judged is None else "<0.001" if one.judged.p < 0.001 else f"{one.judged.p:.2g}"
         return [claim.claim, claim.where, one.test, one.figure, seeds, p, one.against_control, one.verdict_text]
 
     def write(self, folder: Path) -> Path:

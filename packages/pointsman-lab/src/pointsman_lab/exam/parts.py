@@ -96,7 +96,10 @@ class AnyK(Parts):
     judged_at = (1, 2, 4, 8)
     weights = (8 / 15, 4 / 15, 2 / 15, 1 / 15)
 
-    floor = "mean over k of the variance of the parts that k experts leave out, computed from the parts"
+    floor = (
+        "mean over k of the variance of the parts that k experts leave out; no bound, since an expert can learn to "
+        "make up for others"
+    )
 
     def shares(self, seed: int) -> Tensor:
         return torch.tensor(self.weights).expand(self.number, -1).contiguous()
