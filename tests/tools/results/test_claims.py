@@ -186,7 +186,7 @@ def test_claims_about_time_compare_turns(folder: Path) -> None:
     page = Page.read(folder)
     assert page.tested[0].values == pytest.approx([-0.06, -0.05, -0.04])
     assert list(page.families) == ["time"]
-    shown = "| `bench`: `ahead` over `smoe`, against 1.07 | -0.050 ± 0.025 of the time | 3 turns | 0.01 | - | holds |"
+    shown = "| `bench`: `ahead` over `smoe`, against 1.07 | -0.050 ± 0.025 of the time | 3 turns | 0.013 | - | holds |"
     assert shown in page.markdown()
     (folder / CLAIMS).write_text(PAGE + timed.replace("'smoe'", "'smo'"))
     with pytest.raises(RunError, match="no row 'smo'"):
