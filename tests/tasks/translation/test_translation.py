@@ -179,7 +179,8 @@ def test_both_sides_are_diagnosed_without_padding_and_by_language(
     from pointsman_lab.diagnosis import Settings, diagnose_path
     from pointsman_lab.report.samples import collect_samples
 
-    train(settings("xmoe", **{"model.moe_layers": "every:1", "model.decoder_moe_layers": "every:1"}), tmp_path / "run")
+    every = {"model.moe_layers": "every:1", "model.decoder_moe_layers": "every:1"}
+    evaluation = train(settings("xmoe", **every), tmp_path / "run").evaluation
     found = diagnose_path(tmp_path / "run", settings=Settings(tokens=None))
     assert found["groups"] == ["de", "fr"]
     pairs = open_parallel(settings().data).parts["test"]
@@ -192,6 +193,10 @@ def test_both_sides_are_diagnosed_without_padding_and_by_language(
         assert found["layers"][name]["group"]["corrected"] is not None
         assert found["layers"][name]["jacobian"]["gradient"] is not None
     assert found["protocol"]["tokens"] == sum(map(sum, encoded))
+    name = next(iter(tokens))
+    for result in evaluation["results"]:
+        entropy = found["layers"][name]["entropy"]["mean"]
+        assert result["routers"][name]["entropy"] == pytest.approx(entropy, rel=1e-5), "padding does not count"
     assert [row["checkpoint"] for row in found["history"]] == ["step-2"]
     assert all(0 <= layer["fluctuation"]["top1"] <= 1 for layer in found["history"][0]["layers"].values())
     file = collect_samples(tmp_path / "run", tokens=40, points=10)

@@ -148,7 +148,7 @@ class Translation(Task):
                     places = order[start : start + batch_size]
                     source = padded([sources[place] for place in places]).to(device)
                     if one.summary:
-                        with one.forward():
+                        with one.forward((source >= 0).reshape(-1)):
                             model.encode(source)
                     with one.forward(counts=False):
                         for place, ids in zip(places, search(model, source, beam), strict=True):
