@@ -15,7 +15,7 @@ from pointsman.routers.frame import registry
 from pointsman_lab.cli.finetune import settings_of_comparison
 from pointsman_lab.cli.main import main
 from pointsman_lab.cli.runs import run_config
-from pointsman_lab.registry import _installed
+from pointsman_lab.registry import _installed, learner
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -139,6 +139,7 @@ def test_a_command_of_the_claims_is_taken(command: str) -> None:
     values = importlib.import_module(f"pointsman_lab.cli.{name}").parser().read(words)
     if name == "compare" and values.task:
         for settings in settings_of_comparison(values):
+            values.preset = "tiny-mlm" if "encoder" in learner(settings.task).takes else "tiny"  # GRID's family
             settings.check(run_config(values, "smoe"))
 
 

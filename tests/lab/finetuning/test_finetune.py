@@ -213,6 +213,13 @@ def test_what_cannot_be(run: Path, task: str, tmp_path: Path) -> None:
         finetune(run, Finetuning(task, steps=2, settings=FAST), out=tmp_path)
 
 
+def test_only_language_models_classify_texts() -> None:
+    for family in ("encoder", "of-another-package"):
+        config: Any = SimpleNamespace(model=SimpleNamespace(family=family))
+        with pytest.raises(RunError, match=f"'{family}' do not learn the task sst2; allowed are transformer-xl, dec"):
+            Finetuning("sst2").check(config)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -3,12 +3,16 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from pointsman._errors import RunError
 from pointsman.control import named_routers
 from pointsman_lab.cli.main import main
+from pointsman_lab.data.vocabulary import Vocabulary
 from pointsman_lab.finetuning import Finetuning, finetune
 from pointsman_lab.progress import Quiet
 from pointsman_lab.recipes import preset
@@ -110,6 +114,13 @@ def test_the_routing_changes_in_the_precision_of_the_run(comparison: Path, monke
         router.register_forward_hook(lambda *_: seen.add(torch.is_autocast_enabled("cpu")))
     run_under_attack(run, [Attack(0.1)], tokens=64)
     assert seen == {True}
+
+
+def test_a_task_of_another_package_is_not_attacked() -> None:
+    config = SimpleNamespace(model=SimpleNamespace(family="of-another-package"), data="digits.txt")
+    run: Any = SimpleNamespace(path="runs/one", config=config, vocabulary=Vocabulary.of_bytes(b"0123456789"))
+    with pytest.raises(RunError, match=r"runs/one learned digits.txt: this is for language models"):
+        run_under_attack(run, [Attack(0.1)])
 
 
 def test_a_classifier_is_evaluated_on_a_part_and_not_attacked(

@@ -21,6 +21,7 @@ from pointsman_lab.cli.main import main
 from pointsman_lab.data.pieces import Pieces, train_pieces
 from pointsman_lab.finetuning import Finetuning, finetune
 from pointsman_lab.models.encoder import EncoderConfig
+from pointsman_lab.recipes import preset
 from pointsman_lab.tasks.crosslingual.data import floors, groups_of, load_xtreme
 from pointsman_lab.tasks.crosslingual.evaluation import answer, features
 from pointsman_lab.tasks.crosslingual.formats import Pair, Question, Tagged
@@ -287,11 +288,9 @@ def test_a_test_part_without_rows_is_refused(data: Path, tmp_path: Path) -> None
     assert list(load_xtreme("panx:languages=en", tmp_path).tests) == ["en"]
 
 
-def test_a_language_model_is_no_encoder(data: Path, run: Path) -> None:
-    from pointsman_lab.data.vocabulary import Vocabulary
-
-    with pytest.raises(RunError, match="for encoders, which read pieces"):
-        CrossLingual(load_xtreme("xnli", data), Finetuning("xnli"), Vocabulary.of_bytes(b"abc"), None)
+def test_a_language_model_is_no_encoder() -> None:
+    with pytest.raises(RunError, match="'transformer-xl' do not learn the task xnli; allowed are encoder"):
+        Finetuning("xnli").check(preset("tiny"))
     with pytest.raises(RunError, match="finetune-xmoe"):
         Finetuning("sst2", preset="finetune-xmoe")
     assert submission([Pair("a", "b", "x")], ["x"]) == "x\n"

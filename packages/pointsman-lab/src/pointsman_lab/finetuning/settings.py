@@ -127,8 +127,13 @@ class Finetuning:
         """Refuses settings that no fine-tuning of such a run can have, before anything is trained or read.
 
         Raises:
-            RunError: a setting that does not exist, is out of range, or is one of the model's.
+            RunError: a setting that does not exist, is out of range, or is one of the model's; a family that does not
+                learn this task.
         """
+        entry = learner(self.task)
+        if pretrained.model.family not in (allowed := (*entry.families, *entry.takes)):
+            told = f"models of the family {pretrained.model.family!r} do not learn the task {self.task}"
+            raise RunError(f"{told}; allowed are {', '.join(allowed)}")
         changed = {key for key in self.settings if key.startswith("model.") and key not in ("model.dropout",)}
         if changed and not self.from_scratch:
             raise RunError(f"{min(changed)} cannot be set: the model is that of the pre-trained run")

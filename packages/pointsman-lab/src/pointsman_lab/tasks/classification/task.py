@@ -37,8 +37,6 @@ class Classification(FineTuning):
         vocabulary: Vocabulary,
         weights: Mapping[str, Tensor] | None,
     ) -> None:
-        if not isinstance(vocabulary, Vocabulary):
-            raise RunError(f"the task {data.name} is for language models; encoders learn XTREME's tasks")
         super().__init__(data, settings, vocabulary, weights)
         self.name, self.reported = data.name, data.reported
         self._encoded: dict[tuple[str, int], Encoded] = {}

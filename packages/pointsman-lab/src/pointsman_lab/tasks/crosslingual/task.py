@@ -59,8 +59,6 @@ class CrossLingual(FineTuning):
     def __init__(
         self, data: XtremeData, settings: Finetuning, vocabulary: Any, weights: Mapping[str, Tensor] | None
     ) -> None:
-        if not isinstance(vocabulary, Pieces):
-            raise RunError(f"the task {data.name} is for encoders, which read pieces: pre-train one with tiny-mlm")
         super().__init__(data, settings, vocabulary, weights)
         self.name = data.name
         self._classes = {label: place for place, label in enumerate(data.classes)}

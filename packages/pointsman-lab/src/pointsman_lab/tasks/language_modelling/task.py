@@ -27,6 +27,7 @@ from pointsman_lab.evaluation.diagnose import Batch, Reader
 from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, Pass, divides_rows, evaluated
 from pointsman_lab.models.memory import Memory
 from pointsman_lab.models.transformer_xl import TransformerXL
+from pointsman_lab.tasks.language_modelling import TASK
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.kernels import autocast
 from pointsman_lab.training.objectives import Objective, objective_of
@@ -288,6 +289,6 @@ def eval_protocol(config: RunConfig, tokens: int | None) -> EvalProtocol:
 
 def corpus_of(run: Run, spec: str | None = None, progress: DataProgress | None = None) -> Corpus:
     """A run's data, or others, in the run's vocabulary."""
-    if not isinstance(run.vocabulary, Vocabulary):
+    if run.config.model.family not in TASK.families:
         raise RunError(f"{run.path} learned {run.config.data}: this is for language models")
     return open_corpus(spec or run.config.data, vocabulary=run.vocabulary, progress=progress)
