@@ -10,7 +10,6 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from pointsman import hf
 from pointsman._errors import RunError
 from pointsman.hf.loading import load_model, load_tokenizer
 from tests.campaigns.observer import observed
@@ -59,11 +58,3 @@ def test_the_code_of_a_stranger_is_never_read(tmp_path: Path, known: bool, monke
     assert any(file.name == "config.json" for file in seen.opened)
     assert not [file for file in seen.opened | seen.read if file.name == "evil.py"]
     assert not (tmp_path / "mine").exists()
-
-
-@pytest.mark.parametrize("name", ["audit", "compress"])
-def test_what_is_in_the_laboratory_says_so(name: str) -> None:
-    with pytest.raises(ImportError, match=rf"pointsman_lab\.checkpoints\.{name}: pip install 'pointsman\[lab,hf\]'"):
-        getattr(hf, name)
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        hf.nothing  # noqa: B018

@@ -1,6 +1,6 @@
 """Errors that the command line prints as one line."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 
@@ -11,17 +11,6 @@ class RunError(ValueError):
 
 class Stopped(Exception):  # noqa: N818 - nothing went wrong
     """Work stopped on request, after saving. The message says how to continue."""
-
-
-def moved(module: str, names: Iterable[str], place: str, extras: str = "lab") -> Callable[[str], object]:
-    """The `__getattr__` of a module some of whose names the laboratory has now: one line says where."""
-
-    def get(name: str) -> object:
-        if name in names:
-            raise ImportError(f"{module}.{name} is now {place}.{name}: pip install 'pointsman[{extras}]'")
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-
-    return get
 
 
 @contextmanager

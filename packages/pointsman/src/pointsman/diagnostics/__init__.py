@@ -1,8 +1,5 @@
 """Routing diagnostics: streaming, with bounded memory, for any model with MoE layers."""
 
-from typing import TYPE_CHECKING
-
-from pointsman._errors import moved
 from pointsman.diagnostics.base import Diagnostic, RoutingDiagnostic
 from pointsman.diagnostics.collection import Diagnostics
 from pointsman.diagnostics.jacobian import JacobianTerms
@@ -43,6 +40,3 @@ __all__ = [
     "observe_routing",
     "scalars",
 ]
-
-if not TYPE_CHECKING:
-    __getattr__ = moved(__name__, ("Batch", "Reader", "diagnose", "plain_reader"), "pointsman_lab.evaluation.diagnose")

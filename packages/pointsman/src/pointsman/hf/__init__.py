@@ -1,13 +1,10 @@
 """Hugging Face MoE models: evaluated at any k, balanced, with other routers, or made of dense models."""
 
-from typing import TYPE_CHECKING
-
 try:
     import transformers  # noqa: F401
 except ImportError as error:  # pragma: no cover
     raise ImportError("pointsman.hf needs transformers: pip install 'pointsman[hf]'", name="transformers") from error
 
-from pointsman._errors import moved
 from pointsman.hf import experts as _experts
 from pointsman.hf.balance import balance
 from pointsman.hf.replay import replay
@@ -24,8 +21,3 @@ _experts.register()
 _replace.install()
 
 __all__ = ["RoutingLog", "StepEnd", "balance", "materialize", "replace_routers", "replay", "upcycle", "verify"]
-
-if not TYPE_CHECKING:
-    __getattr__ = moved(
-        __name__, ("AuditResult", "Compression", "audit", "compress"), "pointsman_lab.checkpoints", "lab,hf"
-    )
