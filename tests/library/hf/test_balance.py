@@ -387,6 +387,18 @@ def test_an_added_bias_moves_again_once_its_router_is_thawed() -> None:
     assert moves == [[False] * len(gates(model)), [True] * len(gates(model))]
 
 
+def test_a_bias_moves_in_float32_after_a_cast_of_the_model() -> None:
+    model = hf.balance(deepseek(), how="bias").to(torch.bfloat16)
+    biases = [layer.mlp.gate.e_score_correction_bias for layer in model.model.layers]
+    before = [bias.fill_(0.5).float() for bias in biases]
+    model(IDS, labels=IDS).loss.backward()
+    torch.optim.SGD(model.parameters(), 0.0).step()
+    for layer, old in zip(model.model.layers, before, strict=True):
+        moves = ((layer.mlp.gate.e_score_correction_bias - old) / 1e-3).round(decimals=2)
+        assert set(moves.tolist()) <= {-1.0, 0.0, 1.0}
+        assert moves.any()
+
+
 @pytest.mark.parametrize(("update", "told"), [("smebu", "a rule of its own"), ("none", "stays")])
 def test_another_rule_of_loss_free_is_its_routers_own(update: str, told: str) -> None:
     model = hf.replace_routers(mixtral(), f"loss-free:update={update}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier, get_ident
 from typing import Any
 
 import pytest
@@ -144,6 +146,40 @@ def test_a_mask_that_does_not_tell_is_said_once(caplog: pytest.LogCaptureFixture
     assert given.context("model.layers.0.mlp.gate", 24) is given.context("model.layers.1.mlp.gate", 24) is None
     (record,) = caplog.records
     assert "1 dimensions does not say which of the tokens are padding: every token counts" in record.getMessage()
+
+
+def test_gates_that_read_a_part_of_the_tokens_have_no_mask() -> None:
+    """Of Ernie 4.5 VL each MoE block reads either the tokens of the text or those of the images."""
+    model, mask, images = zoo.tiny_model("ernie4_5_vl_moe"), torch.ones_like(IDS), torch.zeros_like(IDS)
+    mask[0, :5] = 0
+    images[:, 5:9] = 1
+    assert set(seen_masks(model, attention_mask=mask, moe_mm_token_type_ids=images).values()) == {None}
+    images[0, 9] = 1  # no number of whole columns
+    hf.balance(model.train())
+    with torch.enable_grad():
+        outputs = model(IDS, attention_mask=mask, moe_mm_token_type_ids=images)
+        assert 0.5 < float(pointsman.add_losses(torch.zeros(()), model).detach()) * 100 < 4
+    del outputs
+
+
+def test_each_thread_has_its_own_padding() -> None:
+    model, meet, found = spread(zoo.tiny_model("mixtral")), Barrier(2, timeout=60), {}
+
+    def keep(layer: str, routing: Any, context: Any) -> None:
+        found.setdefault(get_ident(), set()).add(int(context.padding_mask.sum()))
+
+    def forward(real: int) -> int:
+        model(IDS[:1], attention_mask=(torch.arange(12) < real)[None].long(), use_cache=False)
+        assert found[get_ident()] == {real}
+        return real
+
+    def wait(*_: Any) -> None:
+        meet.wait()
+
+    handle = model.model.layers[0].self_attn.register_forward_hook(wait)
+    with pointsman.record_routing(model, keep), ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(forward, [12, 6])) == [12, 6]
+    handle.remove()
 
 
 def test_a_decoder_has_no_padding_of_the_encoder() -> None:

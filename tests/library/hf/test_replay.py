@@ -43,6 +43,18 @@ def test_a_recorded_routing_is_replayed_on_a_stock_class(kind: str) -> None:
     torch.testing.assert_close(run(model), plain)
 
 
+def test_experts_of_groups_that_the_class_shuts_out_have_their_weights() -> None:
+    groups = {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1, "num_group": 2}
+    model = spread(zoo.tiny_model("deepseek_v2", **groups))
+    with pointsman.record_routing(model) as records:
+        run(model)
+    other = {name: (routing.chosen + 4) % 8 for name, routing in records.items()}  # of the other group
+    with pointsman.replay_routing(model, other), pointsman.record_routing(model) as again:
+        run(model)
+    for routing in again.values():
+        torch.testing.assert_close(routing.weights, torch.softmax(routing.logits, -1).gather(1, routing.chosen))
+
+
 @pytest.mark.parametrize("kind", ["mixtral", "dbrx"])
 def test_an_inner_replay_leaves_the_outer_one(kind: str) -> None:
     model = spread(zoo.tiny_model(kind))
@@ -223,6 +235,21 @@ def test_a_replay_takes_no_experts_of_another_text(hashed: bool, tmp_path: Path)
             model.model.layers[0].mlp.gate(torch.zeros(5, 32))
     with hf.replay(model, trace), pytest.raises(ValueError, match="from a key-value cache, as in generate"):
         model.generate(IDS, max_new_tokens=3, do_sample=False, eos_token_id=None)
+
+
+def test_a_replica_of_data_parallel_is_recorded_but_not_replayed(tmp_path: Path) -> None:
+    model = spread(zoo.tiny_model("mixtral"))
+    trace = traced(tmp_path / "t", model, IDS)
+    copies = {part: part._replicate_for_data_parallel() for part in model.modules()}  # as nn.DataParallel does
+    for part, copied in copies.items():
+        copied._modules = {name: child and copies[child] for name, child in part._modules.items()}
+        for name, own in (*part._parameters.items(), *part._buffers.items()):
+            setattr(copied, name, own)
+    with pointsman.record_routing(model) as records:
+        run(copies[model])
+    assert records.keys() == trace.experts.keys()
+    with pytest.raises(ValueError, match="DataParallel copies the gates"), hf.replay(model, trace):
+        run(copies[model])
 
 
 def test_a_replay_reads_masks_of_four_dimensions(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def _close(home: Any, args: Any, kwargs: Any, output: Any) -> Any:
     training = home.training and torch.is_grad_enabled()
     given = {**dict(zip(settings.names, args, strict=False)), **kwargs}
     try:
-        found = list(settings.routings(home, given.get("attention_mask"), given.get("decoder_attention_mask")))
+        found = list(settings.routings(home, given))
     finally:
         for seat in seats:
             seat.seen, seat.open = [], False

@@ -13,7 +13,7 @@ from pointsman import auxiliary
 from pointsman.auxiliary import assignment_counts
 from pointsman.hf.counterpart import correction_bias, counterpart
 from pointsman.hf.gates import PROBE_TOKENS, Gate, run_gate, tensor_of
-from pointsman.hf.given import real_tokens, say_once
+from pointsman.hf.given import CACHE, real_tokens, say_once
 from pointsman.hf.layouts import Form, Kind, read_any
 from pointsman.hf.surgery.replace import replace_routers
 from pointsman.ranks import every_rank
@@ -46,7 +46,7 @@ class Bias:
 
 
 def biases_for(home: nn.Module, gates: Sequence[Gate], rate: float) -> tuple[Bias, ...]:
-    """The class's correction biases, in float32 from now on; gates without one get `loss-free` routers, all or none.
+    """The class's correction biases; gates without one get `loss-free` routers, all or none.
 
     ValueError names a gate for which `loss-free` cannot be.
     """
@@ -65,7 +65,6 @@ def biases_for(home: nn.Module, gates: Sequence[Gate], rate: float) -> tuple[Bia
             found.append(Bias(gate.name, gate.num_experts, rate))
             continue
         owner, _, name = names[id(bias)].rpartition(".")
-        bias.data = bias.data.float()  # bf16 would lose steps of 0.001
         bias.requires_grad_(False)
         found.append(Bias(gate.name, gate.num_experts, rate, owner, name))
     return tuple(found)
@@ -132,6 +131,7 @@ def settle(home: Any, biases: Sequence[Bias]) -> None:
     every_rank().add_up([counts[gate] for gate in of])
     for gate, bias in of.items():
         for tensor in bias.tensors(home):
+            tensor.data = tensor.data.float()  # bf16 would lose steps of 0.001
             SignUpdate(bias.rate, False).move(tensor.view(-1), {"counts": counts[gate].to(tensor.device)})
         if bias.added:
             gates[gate].pointsman.select.sums.clear()  # counted above, without padding
@@ -198,8 +198,9 @@ class Balancing:
     shifts: bool
     biases: tuple[Bias, ...] = ()
 
-    def routings(self, home: Any, mask: Tensor | None, decoder_mask: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    def routings(self, home: Any, given: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
         """(place, distribution [tokens, E], logits, experts [tokens, k], mask [tokens] or None) of what gates saw."""
+        past = 0 if all(given.get(name) is None for name in CACHE) else None
         for place in self.places:
             block = home.get_submodule(place.path.rpartition(".")[0])
             kind: Kind = "other" if place.form is None else place.form.kind
@@ -207,8 +208,8 @@ class Balancing:
             for gate, seat in place.seats(home):
                 for output, shape in seat.seen:
                     logits, _, experts = read_any(place.form, gate, block, output, shape.numel())
-                    real = _real(decoder_mask if place.decoder else mask, place.path, len(logits))
-                    real = None if real is None else real.to(logits.device)
+                    real = _real(given.get("decoder_" * place.decoder + "attention_mask"), len(logits), past)
+                    real = None if real is None else real.reshape(-1).to(logits.device)
                     experts = experts if real is None else experts.masked_fill(~real[:, None], -1)
                     yield place, scores(logits, kind, linear), logits, experts, real
 
@@ -228,14 +229,10 @@ class Balancing:
         return pooled
 
 
-def _real(mask: Any, path: str, tokens: int) -> Tensor | None:
-    """[tokens] bool of an attention mask; None where every token counts."""
+def _real(mask: Any, tokens: int, past: int | None) -> Tensor | None:
+    """`real_tokens`; None, once said, where the mask does not say it."""
     try:
-        real = real_tokens(mask, tokens)
+        return real_tokens(mask, tokens, past)
     except ValueError as error:
-        if isinstance(mask, Tensor) and mask.dim() == 2:
-            where = f"hf.balance: gate {path!r} read {tokens} tokens, attention_mask has {list(mask.shape)}"
-            raise ValueError(where) from None
         say_once(str(error))
         return None
-    return None if real is None else real.reshape(-1)

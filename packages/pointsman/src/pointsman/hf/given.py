@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -37,7 +39,7 @@ def real_tokens(mask: Any, tokens: int, past: int | None = None) -> Tensor | Non
 
     Of a mask [B, S] the last T columns are the tokens of the forward. In a mask [B, H, T, S], of truth values or added
     to the scores, a token is padding if no token of the forward attends to it; the first one has the column `past`.
-    ValueError if the mask does not say it.
+    ValueError if the mask does not say it, as of a gate that reads a part of the tokens (None of `past`: not known).
     """
     if isinstance(mask, Mapping):  # of its kinds of layers
         mask = next((one for one in (mask.get("full_attention"), *mask.values()) if one is not None), None)
@@ -46,6 +48,8 @@ def real_tokens(mask: Any, tokens: int, past: int | None = None) -> Tensor | Non
     shape = mask.shape if isinstance(mask, Tensor) else ()
     length = shape[2] if len(shape) == 4 else tokens // max(1, len(mask)) if len(shape) == 2 else 0
     rows, columns = tokens // max(1, length), shape[-1] if shape else 0
+    if len(shape) == 2 and past is not None and columns != length + past:
+        length = 0
     if not 0 < length <= columns or rows * length != tokens or (rows != len(mask) and (length == 1 or len(mask) > 1)):
         kind = f"of {len(shape)} dimensions" if isinstance(mask, Tensor) else f"of the type {type(mask).__name__}"
         raise ValueError(f"an attention_mask {kind} does not say which of the tokens are padding")
@@ -68,16 +72,18 @@ class Running:
 
     Attributes:
         given: what it was given, by name; empty afterwards.
-        past: the number of tokens in the key-value cache before it.
+        past: the number of tokens in the key-value cache before it; None: it has a cache that does not tell.
         learns: whether gradients were on.
+        decodes: whether it has a decoder of its own tokens.
         first, last: between these are the sequence numbers of the nodes of autograd that it made.
     """
 
     model: nn.Module
     given: dict[str, Any]
-    past: int
+    past: int | None
     learns: bool
     first: int
+    decodes: bool = False
     last: int = -1
 
 
@@ -85,22 +91,28 @@ class Given:
     """The forwards that run now, the outermost first: of a model, and of each transformers model in it."""
 
     def __init__(self, model: nn.Module) -> None:
-        models = (one for one in model.modules() if one is model or isinstance(one, PreTrainedModel))
-        self.names = {one: names_of(one) for one in models}
-        self.running = list[Running]()
+        self.models = [one for one in model.modules() if one is model or isinstance(one, PreTrainedModel)]
+        self.threads = defaultdict[int, list[Running]](list)
+
+    @property
+    def running(self) -> list[Running]:
+        """Those of this thread."""
+        return self.threads[0 if torch.compiler.is_compiling() else get_ident()]
 
     def hooks(self) -> list[RemovableHandle]:
-        handles = [one.register_forward_pre_hook(self._begin, with_kwargs=True) for one in self.names]
-        return handles + [one.register_forward_hook(self._end, always_call=True) for one in self.names]
+        begins = [(one, partial(self._begin, names_of(one))) for one in self.models]  # a replica calls them, too
+        handles = [one.register_forward_pre_hook(begin, with_kwargs=True) for one, begin in begins]
+        return handles + [one.register_forward_hook(self._end, always_call=True) for one in self.models]
 
-    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = {**dict(zip(self.names[model], args, strict=False)), **kwargs}
+    def _begin(self, names: tuple[str, ...], model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        decodes = "decoder_input_ids" in names
         cached: Any = next((given[name] for name in CACHE if given.get(name) is not None), None)
         try:
-            past = int(cached.get_seq_length())
-        except (AttributeError, ValueError):  # no cache, or one of linear attention alone
-            past = 0
-        self.running.append(Running(model, given, past, torch.is_grad_enabled(), _next_node()))
+            past = 0 if cached is None else int(cached.get_seq_length())
+        except (AttributeError, ValueError):  # one of linear attention alone
+            past = None
+        self.running.append(Running(model, given, past, torch.is_grad_enabled(), _next_node(), decodes))
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         if self.running and self.running[-1].model is model:
@@ -110,7 +122,7 @@ class Given:
     def _told(self, gate: str, name: str) -> Iterator[tuple[Running, Any]]:
         """What the forwards around a gate were given under this name, or that of the decoder; the innermost first."""
         for one in reversed(self.running):
-            apart = "decoder" in gate.split(".") and "decoder_input_ids" in self.names[one.model]
+            apart = one.decodes and "decoder" in gate.split(".")
             if (value := one.given.get(f"decoder_{name}" if apart else name)) is not None:
                 yield one, value
 

@@ -28,9 +28,12 @@ class _Choice(TorchFunctionMode):
     def __init__(self, experts: Tensor, num_experts: int) -> None:
         super().__init__()
         self.experts, self.num_experts, self.used = experts, num_experts, False
+        self.filled: Any = None  # scores before and after a class shuts groups out of them
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
+        if func is Tensor.masked_fill:
+            self.filled = args[0], found
         if func not in (torch.topk, Tensor.topk):
             return found
         scores: Tensor = args[0] if args else (kwargs or {})["input"]
@@ -43,7 +46,8 @@ class _Choice(TorchFunctionMode):
             had = had.scatter(-1, experts.masked_fill(missing, self.num_experts), True)[..., :-1]
             others = scores.masked_fill(had, -torch.inf).topk(experts.shape[-1]).indices
             experts = torch.where(missing, others.gather(-1, (missing.cumsum(-1) - 1).clamp_min(0)), experts)
-        return torch.return_types.topk((scores.gather(-1, experts), experts))
+        whole: Tensor = self.filled[0] if self.filled and self.filled[1] is scores else scores
+        return torch.return_types.topk((whole.gather(-1, experts), experts))
 
 
 class GatePlace:
@@ -195,6 +199,8 @@ def replay(model: nn.Module, trace: RoutingTrace, *, missing: Literal["refuse", 
     rows = _Rows(model, trace)
 
     def take(layer: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if getattr(module, "_is_replica", False):
+            raise ValueError("replay: nn.DataParallel copies the gates; use DistributedDataParallel")
         hidden: Tensor = next(iter((*args, *kwargs.values())))
         of_model[layer].replay(recorded[layer][rows.of(layer, hidden.numel() // hidden.shape[-1])])
 
