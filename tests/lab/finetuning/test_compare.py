@@ -77,6 +77,9 @@ def test_every_row_is_fine_tuned_and_an_interrupted_comparison_goes_on(own: Path
     assert "frozen: router; balance loss: 0.01" in table.text()
     record = json.loads((own / "runs/dense/seed-0/finetune" / name / "seed-0/evaluation.json").read_text())
     assert record["protocol"]["frozen"] == []  # a dense row has no router
+    for row in table.table.rows:
+        record = json.loads((own / f"runs/{row.router}/seed-0/finetune/{name}/seed-0/evaluation.json").read_text())
+        assert row.cost["total"] == record["parameters"], "what trains: the head, no router"
     compare_tasks(own, [settings], repeats=2, progress=Quiet())
     assert TaskTable.read(own, name).csv() == table.csv()
 

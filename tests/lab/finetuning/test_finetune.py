@@ -263,6 +263,14 @@ def test_cut_texts_are_said_and_recorded(run: Path, task: str, tmp_path: Path) -
     assert any(f"test: {cut['test']} of 40 texts cut to 12 tokens" in note for note in display.notes)
 
 
+def test_bytes_that_the_run_has_never_read_are_counted(run: Path, tmp_path: Path) -> None:
+    for part in ("train", "valid", "test"):
+        (tmp_path / f"{part}.csv").write_text("text,label\n" + "the film was Z?,pos\nthe film was bad,neg\n" * 30)
+    display = Notes()
+    finetune(run, Finetuning(str(tmp_path), steps=1, settings=FAST), out=tmp_path / "o", progress=display)
+    assert any("train: 60 tokens of the texts are not in the run's vocabulary" in note for note in display.notes)
+
+
 def test_inter_run_consistency_of_fine_tunings(run: Path, task: str, tmp_path: Path) -> None:
     runs = [
         read_run(finetune(run, Finetuning(task, steps=2, settings=FAST), seed=seed, out=tmp_path / str(seed)).out)

@@ -2,7 +2,8 @@
 
 - **byte**: lossless on its corpus. Ids are the bytes of the training split in ascending order, then the bytes that
   occur only in other splits (none in enwik8, so V = 205 there). There is no `<unk>`: in other text, a byte that does
-  not occur in the corpus becomes a space if it is white space, else `?`, so that lengths do not change.
+  not occur in the corpus becomes a space if it is white space, else `?`, or id 0 where the corpus has none, so that
+  lengths do not change.
 - **word**: split at white space, case-sensitive, `<eos>` for each newline, `<unk>` for a word that does not occur in
   the training split; ids in order of decreasing frequency, then alphabetically.
 """

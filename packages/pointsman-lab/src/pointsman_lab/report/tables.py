@@ -27,9 +27,15 @@ COST = ("flops", "active", "total")
 
 
 def cost_of(runs: Iterable[RunRecord]) -> Mapping[str, int]:
-    """What a token costs at the first k of training, by `COST`: of the first of these runs that says so; {} of none."""
-    found = (run.evaluation.get("cost") or {} for run in runs if run.done)
-    return next((cost for cost in found if cost.keys() >= set(COST)), {})
+    """What a token costs at the first k of training, by `COST`: of the first of these runs that says so; {} of none.
+
+    "total" of a fine-tuning is what trains there: no frozen part, but the head.
+    """
+    told = next(
+        (one.evaluation for one in runs if one.done and (one.evaluation.get("cost") or {}).keys() >= {*COST}), {}
+    )
+    tuned = "frozen" in (told.get("protocol") or {}) and told.get("parameters") is not None
+    return {**told["cost"], "total": told["parameters"]} if tuned else told.get("cost", {})
 
 
 def cost_cells(cost: Mapping[str, int]) -> list[str]:

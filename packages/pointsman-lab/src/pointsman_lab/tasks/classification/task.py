@@ -80,9 +80,11 @@ class Classification(FineTuning):
         """What a user must know before the run."""
         data, found = self.data, []
         for split in ("train", self.reported):
-            if cut := self.encoded(split, config.segment_length).truncated:
-                texts = len(data.splits[split])
-                found.append(f"{data.name} {split}: {cut:,} of {texts:,} texts cut to {config.segment_length} tokens")
+            encoded, of = self.encoded(split, config.segment_length), f"{data.name} {split}:"
+            if cut := encoded.truncated:
+                found.append(f"{of} {cut:,} of {len(encoded):,} texts cut to {config.segment_length} tokens")
+            if encoded.unknown:
+                found.append(f"{of} {encoded.unknown:,} tokens of the texts are not in the run's vocabulary")
         if scored := self.protocol(config).get("scored"):
             found.append(f"{data.name} {self.reported}: accuracy is that of {scored}")
         return found
