@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -21,12 +23,14 @@ from transformers import (
     GptOssForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    MixtralForSequenceClassification,
 )
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.models.switch_transformers import modeling_switch_transformers as switch
 
 import pointsman
 from pointsman import hf
+from pointsman.diagnostics import RoutingMonitor
 from tests.library.hf import zoo
 
 IDS = torch.randint(3, 60, (4, 12), generator=torch.Generator().manual_seed(1))
@@ -261,7 +265,91 @@ def test_a_loop_that_adds_aux_loss_itself_keeps_nothing() -> None:
     outputs = model(IDS)
     (outputs.logits.mean() + outputs.aux_loss).backward()
     optimizer.step()
-    assert not model.pointsman_pending
+    assert not model.pointsman_watched.pending
+
+
+@pytest.mark.parametrize("given", [{}, {"labels": None}])
+def test_a_tuple_without_a_loss_stays_as_it_is(given: Any) -> None:
+    model = hf.balance(mixtral(), 1.0)
+    torch.testing.assert_close(model(IDS, return_dict=False, **given)[0], mixtral()(IDS).logits)
+    assert float(pointsman.add_losses(torch.zeros(()), model).detach()) == pytest.approx(by_hand(model, IDS), abs=1e-5)
+
+
+def test_labels_may_be_given_by_place() -> None:
+    model, before = hf.balance(mixtral(), 1.0), (None,) * 4
+    wanted = model(IDS, labels=IDS, num_items_in_batch=22).loss
+    torch.testing.assert_close(model(IDS, *before, IDS, return_dict=False, num_items_in_batch=22)[0], wanted)
+
+
+def test_a_classifier_that_ignores_the_number_of_items_adds_the_whole_loss() -> None:
+    plain = MixtralForSequenceClassification(mixtral(num_labels=3, pad_token_id=0).config).train()
+    model, labels = hf.balance(copy.deepcopy(plain), 1.0), torch.arange(4) % 3
+    added = [model(IDS, labels=labels, **items).loss for items in ({}, {"num_items_in_batch": 16})]
+    assert float((added[0] - plain(IDS, labels=labels).loss).detach()) > 0.5
+    torch.testing.assert_close(*added)
+
+
+@pytest.mark.parametrize("how", ["loss", "bias"])
+def test_what_waits_for_a_step_is_no_copys(how: Any, tmp_path: Path) -> None:
+    model = hf.balance(deepseek(), how=how)
+    model(IDS)
+    torch.save(model, tmp_path / "model.pt")
+    copied = copy.deepcopy(model).pointsman_watched
+    assert not copied.pending
+    assert not copied.counts
+    assert model.pointsman_watched.counts if how == "bias" else model.pointsman_watched.pending
+
+
+def test_add_losses_takes_those_of_both_kinds_of_layers() -> None:
+    model, layer = hf.balance(mixtral(), 1.0), pointsman.MoE(64, 16, 4, router="smoe:balance=0.5")
+    mixed = torch.nn.ModuleList([model, layer])
+    optimizer = torch.optim.SGD(mixed.parameters(), 0.1)
+    outputs = layer(model(IDS).logits)
+    loss = pointsman.add_losses(torch.zeros(()), mixed)
+    own = sum(value for losses in pointsman.losses(mixed).values() for value in losses.values())
+    assert float(loss.detach()) == pytest.approx(by_hand(model, IDS) + float(own), abs=1e-5)
+    (outputs.square().mean() + loss).backward()
+    optimizer.step()
+
+
+def test_a_correction_bias_that_is_a_parameter_becomes_a_buffer_of_its_name(tmp_path: Path) -> None:
+    """`fully_shard` divides parameters."""
+    model, plain = zoo.tiny_model("ernie4_5_moe").train(), zoo.tiny_model("ernie4_5_moe")
+    hf.balance(model, 0.25, how="bias")
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert not [name for name, _ in model.named_parameters() if "e_score_correction_bias" in name]
+    model(IDS, labels=IDS).loss.backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(loaded(IDS).logits, model.eval()(IDS).logits)
+    biases = [bias for name, bias in loaded.named_parameters() if "e_score_correction_bias" in name]
+    assert biases
+    assert all(bias.abs().max() == 0.25 for bias in biases)
+
+
+def test_a_sharded_model_is_refused_before_it_fails(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        model = fully_shard(mixtral(), mesh=init_device_mesh("cpu", (1,)))
+        for attempt in (
+            hf.balance,
+            pointsman.record_routing,
+            RoutingMonitor,
+            lambda model: pointsman.set_top_k(model, 1).__enter__(),
+            lambda model: pointsman.replay_routing(model, {}),
+        ):
+            with pytest.raises(ValueError, match=r"in shards: call this before fully_shard"):
+                attempt(model)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_gate_of_two_blocks_is_refused_where_each_needs_its_own() -> None:
+    model = deepseek()
+    model.model.layers[1].mlp.gate = model.model.layers[0].mlp.gate
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.gate: it is the gate of another block as well"):
+        hf.balance(model, how="bias")
 
 
 @pytest.mark.parametrize("checkpointed", [None, False, True])

@@ -217,6 +217,17 @@ def test_a_backward_outside_of_a_replay_is_refused(reentrant: bool, tmp_path: Pa
             loss.backward()
 
 
+def test_a_forward_that_failed_waits_for_no_backward(tmp_path: Path) -> None:
+    model = spread(zoo.tiny_model("mixtral"))
+    trace = traced(tmp_path / "t", model, IDS)
+    model.train().activation_checkpointing_enable({"use_reentrant": False})
+    inputs = {"input_ids": IDS, "labels": IDS, "use_cache": False}
+    with hf.replay(model, trace):
+        with pytest.raises(IndexError), model.model.layers[1].register_forward_hook(lambda *_: [][0]):
+            model(**inputs)
+        model(**inputs).loss.backward()
+
+
 @pytest.mark.parametrize("hashed", [True, False])
 def test_a_replay_takes_no_experts_of_another_text(hashed: bool, tmp_path: Path) -> None:
     model = spread(zoo.tiny_model("mixtral"))

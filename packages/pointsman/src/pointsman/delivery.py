@@ -261,16 +261,17 @@ def add_losses(loss: Tensor, model: nn.Module, ranks: Ranks = ALONE) -> Tensor:
             than those of the model.
     """
     found = deliveries(model)
-    if not found:
-        if not any(type(part).__module__.startswith("transformers.models.") for part in model.modules()):
-            raise ValueError(f"add_losses: {type(model).__name__} has no MoE layer in it")
-        from pointsman.hf.balance import take
-
-        return sum(take(model), loss) if torch.is_grad_enabled() else loss
+    balanced = any("pointsman_balancing" in part.__dict__ for part in model.modules())
+    if not found and not balanced:
+        raise ValueError(f"add_losses: {type(model).__name__} has no MoE layer in it; of transformers, call hf.balance")
     for name, one in found.items():
         if one.how == "attach":
             raise ValueError(f"add_losses: layer {name!r} attaches its losses; build it without attach_losses=True")
     _check_ranks(model, ranks)
+    if balanced and torch.is_grad_enabled():
+        from pointsman.hf.balance import take  # transformers is imported only for its own models
+
+        loss = sum(take(model), loss)
     if ranks.count > 1:
         loss = loss / ranks.count
     if torch.is_grad_enabled():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from functools import partial
 from typing import Any, Literal
 from weakref import WeakSet, ref
 
@@ -61,6 +60,7 @@ def _open(home: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
 def _close(home: Any, args: Any, kwargs: Any, output: Any) -> Any:
     """After the model's forward: adds the loss to the one that it returns, or counts what was chosen."""
     settings: Balancing = home.pointsman_balancing
+    watched: _Watched = home.pointsman_watched
     seats = [seat for place in settings.places for _, seat in place.seats(home)]
     if not any(seat.open for seat in seats):
         return None
@@ -75,7 +75,7 @@ def _close(home: Any, args: Any, kwargs: Any, output: Any) -> Any:
         raise ValueError(f"hf.balance: no gate of {type(home).__name__} ran in its forward")
     if settings.how == "bias":
         if training:
-            count(home, settings.biases, [(place.path, experts) for place, _, _, experts, _ in found])
+            count(watched.counts, settings.biases, [(place.path, experts) for place, _, _, experts, _ in found])
         return None
     value = settings.loss(found)
     if not training:
@@ -84,20 +84,17 @@ def _close(home: Any, args: Any, kwargs: Any, output: Any) -> Any:
         raise ValueError("hf.balance: no gradient reaches the gates: reentrant activation checkpointing (pass "
                          "use_reentrant=False), or the gates and all below them are frozen")  # fmt: skip
     if not torch.compiler.is_compiling():
-        home.__dict__["pointsman_reached"] = bool(home.__dict__["pointsman_reached"])
-        value.register_hook(partial(_reached, home.__dict__))  # type: ignore[no-untyped-call]
-    loss = output[0] if isinstance(output, tuple) and "labels" in kwargs else getattr(output, "loss", None)
+        watched.reached = bool(watched.reached)
+        value.register_hook(lambda _: setattr(watched, "reached", True))  # type: ignore[no-untyped-call]
+    labels = given.get("labels")
+    loss = output[0] if isinstance(output, tuple) and labels is not None else getattr(output, "loss", None)
     weighted = settings.coefficient * value
     if loss is None:
-        home.__dict__["pointsman_pending"] = [*home.__dict__.get("pointsman_pending", []), weighted]
+        watched.pending = [*watched.pending, weighted]
         return _with(output, aux_loss=value)
-    weighted = weighted * _share(kwargs, settings.shifts)
+    if getattr(home, "loss_type", None) != "ForSequenceClassification":  # which ignores `num_items_in_batch`
+        weighted = weighted * _share(given, settings.shifts)
     return _with(output, aux_loss=value, loss=loss + weighted.to(loss.device, loss.dtype))
-
-
-def _reached(notes: dict[str, Any], gradient: Tensor) -> None:
-    """Notes that backward came to the loss."""
-    notes["pointsman_reached"] = True
 
 
 def _with(output: Any, **values: Tensor) -> Any:
@@ -110,13 +107,13 @@ def _with(output: Any, **values: Tensor) -> Any:
     return output
 
 
-def _share(kwargs: dict[str, Any], shifts: bool) -> Any:
+def _share(given: dict[str, Any], shifts: bool) -> Any:
     """What a mean over this micro-batch counts in a loss divided by `num_items_in_batch`; 1 where that is not given."""
-    items, labels = kwargs.get("num_items_in_batch"), kwargs.get("shift_labels")
+    items, labels = given.get("num_items_in_batch"), given.get("shift_labels")
     if items is None:
         return 1
     if labels is None:
-        labels = kwargs["labels"][..., 1:] if shifts else kwargs["labels"]
+        labels = given["labels"][..., 1:] if shifts else given["labels"]
     return (labels != IGNORED).sum() / items
 
 
@@ -172,7 +169,11 @@ def balance(
 
 
 class _Watched:
-    """Has a model moved after its optimizer's steps, and each copy of it that deepcopy or pickle makes."""
+    """Has a model moved after its optimizer's steps, and each copy of it that deepcopy or pickle makes.
+
+    It has what waits for the next step, which is no copy's: losses that nobody has added, whether backward came to one
+    (None: there was none), and the assignments [E] by gate.
+    """
 
     def __init__(self, home: nn.Module) -> None:
         self.__setstate__(home)
@@ -182,6 +183,9 @@ class _Watched:
 
     def __setstate__(self, home: nn.Module) -> None:
         self.home = ref(home)
+        self.pending: list[Tensor] = []
+        self.reached: bool | None = None
+        self.counts: dict[str, Tensor] = {}
         _balanced.add(home)
         if not _watching:
             _watching.append(register_optimizer_step_post_hook(_after_step))
@@ -224,7 +228,6 @@ def _prepare(home: Any, coefficient: float, how: Any, like: Any) -> str:
     if "pointsman_balancing" not in home.__dict__:
         home.register_forward_pre_hook(_open, with_kwargs=True)
         home.register_forward_hook(_close, with_kwargs=True)
-    home.pointsman_pending, home.pointsman_reached = [], None
     home.pointsman_watched = _Watched(home)
     home.pointsman_balancing = Balancing(coefficient, how, like, places, names_of(home), shifts, biases)
     what = f"{len(places)} gate" + "s" * (len(places) > 1)
@@ -254,13 +257,11 @@ def _turn_off(home: Any, coefficient: float) -> str:
 
 
 def take(model: nn.Module) -> list[Tensor]:
-    """The weighted losses of forwards that returned none, once, for `add_losses`; ValueError if there can be none."""
-    homes = [module for module in model.modules() if "pointsman_balancing" in module.__dict__]
-    if not homes:
-        raise ValueError(f"add_losses: {type(model).__name__} has no MoE layer in it; of transformers, call hf.balance")
-    found = [value for home in homes for value in home.__dict__["pointsman_pending"]]
-    for home in homes:
-        home.__dict__["pointsman_pending"] = []
+    """The weighted losses of forwards that returned none, once, for `add_losses`."""
+    every = [one for part in model.modules() if (one := part.__dict__.get("pointsman_watched")) is not None]
+    found = [value for one in every for value in one.pending]
+    for one in every:
+        one.pending = []
     return found
 
 
@@ -268,15 +269,17 @@ def moved(model: nn.Module) -> None:
     """After an optimizer step of a model: moves the biases; ValueError if its losses reached no gradient."""
     for home in [one for one in model.modules() if "pointsman_balancing" in one.__dict__]:
         settings: Balancing = home.__dict__["pointsman_balancing"]
-        reached, home.__dict__["pointsman_reached"] = home.__dict__["pointsman_reached"], None
-        home.__dict__["pointsman_pending"] = []  # where a loop adds `aux_loss`, nobody takes them
+        watched: _Watched = home.__dict__["pointsman_watched"]
+        reached, watched.reached = watched.reached, None
+        counts, watched.counts = watched.counts, {}
+        watched.pending = []  # where a loop adds `aux_loss`, nobody takes them
         outside = [seat for place in settings.places for _, seat in place.seats(home) if seat.outside]
         for seat in outside:
             seat.outside = False
-        if outside and reached is None and "pointsman_counts" not in home.__dict__:
+        if outside and reached is None and not counts:
             raise ValueError(f"hf.balance: in a step only a model inside {type(home).__name__} ran, unbalanced: call "
                              "the whole; without labels, write loss = pointsman.add_losses(loss, model)")  # fmt: skip
-        settle(home, settings.biases)
+        settle(home, settings.biases, counts)
         if reached is False:
             raise ValueError("hf.balance: a step was made to which its loss gave no gradient: the loop makes a loss of "
                              "its own; write loss = pointsman.add_losses(loss, model) after the forward, which then "

@@ -65,7 +65,9 @@ def biases_for(home: nn.Module, gates: Sequence[Gate], rate: float) -> tuple[Bia
             found.append(Bias(gate.name, gate.num_experts, rate))
             continue
         owner, _, name = names[id(bias)].rpartition(".")
-        bias.requires_grad_(False)
+        module = home.get_submodule(owner)
+        if module._parameters.pop(name, None) is not None:  # fully_shard would divide it
+            module.register_buffer(name, bias.detach())
         found.append(Bias(gate.name, gate.num_experts, rate, owner, name))
     return tuple(found)
 
@@ -112,10 +114,9 @@ def _replace(home: nn.Module, gates: Sequence[Gate], rate: float) -> None:
         raise ValueError(f"hf.balance: how='bias': no correction bias, and no loss-free router: {told}") from None
 
 
-def count(home: Any, biases: Iterable[Bias], chosen: Iterable[tuple[str, Tensor]]) -> None:
+def count(counts: dict[str, Tensor], biases: Iterable[Bias], chosen: Iterable[tuple[str, Tensor]]) -> None:
     """Adds the assignments of one training forward: (gate, experts [tokens, k], -1 for padding)."""
     of = {bias.gate: bias for bias in biases}
-    counts = home.__dict__.setdefault("pointsman_counts", {})
     for gate, experts in chosen:
         if gate in of:
             new = assignment_counts(experts.long(), of[gate].experts)
@@ -123,9 +124,8 @@ def count(home: Any, biases: Iterable[Bias], chosen: Iterable[tuple[str, Tensor]
 
 
 @torch.no_grad()
-def settle(home: Any, biases: Sequence[Bias]) -> None:
-    """Moves every bias once by what was counted since the last time, over all ranks; nothing where nothing was."""
-    counts = home.__dict__.pop("pointsman_counts", {})
+def settle(home: Any, biases: Sequence[Bias], counts: dict[str, Tensor]) -> None:
+    """Moves every bias once by what was counted, over all ranks; nothing where nothing was."""
     gates: dict[str, Any] = {bias.gate: home.get_submodule(bias.gate) for bias in biases}
     of = {bias.gate: bias for bias in biases if bias.gate in counts and _moves(gates[bias.gate], bias)}
     every_rank().add_up([counts[gate] for gate in of])

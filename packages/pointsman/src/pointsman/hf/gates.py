@@ -116,6 +116,8 @@ def survey(model: nn.Module) -> tuple[list[Gate], list[str]]:
         layer = name.rpartition(".")[0]
         known: Form | None = getattr(module, "pointsman_form", None)
         try:
+            if any(module is one.module for one in gates):
+                raise NotAGateError("it is the gate of another block as well")
             if known is not None:
                 router: Any = module.pointsman
                 experts = router.num_experts + len(router.virtual)
@@ -155,12 +157,17 @@ def extras_of(module: nn.Module, block: nn.Module) -> tuple[tuple[str, ...], str
 
 @torch.no_grad()
 def probe(name: str, layer: str, module: nn.Module, block: nn.Module) -> Gate:
-    """Determines a gate's form by calling it on random vectors; NotAGateError if it is none, or is not loaded."""
+    """Determines a gate's form by calling it on random vectors; NotAGateError if it is none, or is not loaded.
+
+    ValueError if it is sharded.
+    """
     owner = owner_of(module)
     holder = module.get_submodule(owner)
     weight, bias = holder.get_parameter("weight"), getattr(holder, "bias", None)
     if weight.is_meta:
         raise NotAGateError("its weights are on the meta device; load them first")
+    if hasattr(weight, "full_tensor"):
+        raise ValueError(f"gate {name!r}: its weights are in shards: call this before fully_shard")
     dim = weight.shape[-1]
     known = type(module).__name__
     if known in LAYOUTS:

@@ -117,7 +117,7 @@ class Given:
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         if self.running and self.running[-1].model is model:
             ended = self.running.pop()
-            ended.given, ended.last = {}, _next_node()
+            ended.given, ended.last = {}, ended.first if output is None else _next_node()  # None: an error
 
     def _told(self, gate: str, name: str) -> Iterator[tuple[Running, Any]]:
         """What the forwards around a gate were given under this name, or that of the decoder; the innermost first."""

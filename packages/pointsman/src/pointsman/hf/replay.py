@@ -212,6 +212,6 @@ def replay(model: nn.Module, trace: RoutingTrace, *, missing: Literal["refuse", 
         for handle in rows.given.hooks():
             inside.enter_context(handle)
         yield
-        if rows.waiting:
+        if any(one.last > one.first for one in rows.waiting):
             raise ValueError("replay: with activation checkpointing, backward must lie inside the `with`, too "
                              "(a forward without a backward under torch.no_grad())")  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from pointsman.hf.given import CACHE, names_of
+from pointsman.hf.given import CACHE, names_of, real_tokens
 from pointsman.ops.linear import in_backward
 from pointsman.routing import RouterState, Routing, RoutingContext
 
@@ -65,22 +65,18 @@ class ForwardState:
         self.shape = (hidden.shape[0], hidden.shape[1])
         self.cache = next((given[name] for name in CACHE if given.get(name) is not None), None)
         self.fresh = {}
-        self.padding = self._padding(given.get("attention_mask"))
+        mask = given.get("attention_mask")
+        if mask is not None and mask.dim() != 2:
+            raise ValueError(f"a mixing router needs the attention mask [B, T], not one of {mask.dim()} dimensions")
+        real = real_tokens(mask, hidden.shape[0] * hidden.shape[1])
+        whole = real is None or (not torch.compiler.is_exporting() and bool(real.all()))
+        self.padding = None if whole else real
         if self.cache is not None:
             self._check_cache()
         checkpointed = model.training and torch.is_grad_enabled()
         checkpointed = checkpointed and any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
         self.pending = 0 if not checkpointed else 1 if self.recomputed else self.pending + 1
         self.recomputed = False
-
-    def _padding(self, mask: Tensor | None) -> Tensor | None:
-        if mask is None:
-            return None
-        if mask.dim() != 2:
-            raise ValueError(f"a mixing router needs the attention mask [B, T], not one of {mask.dim()} dimensions")
-        assert self.shape is not None
-        recent = mask[:, -self.shape[1] :].bool()
-        return recent if torch.compiler.is_exporting() or not bool(recent.all()) else None
 
     def _check_cache(self) -> None:
         assert self.shape is not None
