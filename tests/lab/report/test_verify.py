@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from pointsman.traces import RoutingTrace
 from pointsman_lab.cli.main import main
 from pointsman_lab.runs.compact import write_record
-from tests.lab.report.fixtures import write_comparison, write_run
+from tests.lab.report.fixtures import write_comparison, write_finetuning, write_run
 
 
 def verified(capsys: pytest.CaptureFixture[str], folder: Path) -> tuple[int, list[str]]:
@@ -45,6 +45,18 @@ def test_a_run_a_comparison_a_checkpoint_and_a_trace_are_whole(
     code, lines = verified(capsys, tmp_path / "nothing")
     assert (code, lines) == (2, [f"pointsman: {tmp_path / 'nothing'}: no such folder"])
     assert verified(capsys, tmp_path)[0] == 2
+
+
+def test_a_fine_tuning_that_is_not_finished_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = write_comparison(tmp_path / "mine", ["smoe"], [0], steps=4)
+    tuned = write_finetuning(out / "runs/r0/seed-0", "sst2", "smoe", 0, metric=0.7)
+    about = {"task": "sst2", "balance": None, "pooling": "last", "head_dropout": 0.1, "from_scratch": False}
+    (tuned / "finetune.json").write_text(json.dumps({"format": 1, **about, "freeze": [], "classes": ["a", "b"]}))
+    assert verified(capsys, out)[1][0].endswith("whole")
+    (tuned / "evaluation.json").unlink()
+    for folder in (out, out / "runs/r0/seed-0", tuned):
+        code, lines = verified(capsys, folder)
+        assert (code, lines[0]) == (1, f"{tuned}: not finished: smoe (seed 0)")
 
 
 def test_figures_and_settings_that_contradict_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

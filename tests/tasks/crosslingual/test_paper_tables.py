@@ -78,6 +78,8 @@ def test_a_figure_within_two_errors_of_its_floor_is_marked() -> None:
     assert table.csv().splitlines()[1].endswith("1120000,458077,722269")
     figures = figures[:3]
     assert [cell.endswith(" °") for cell in figures[1:]] == [False, True]
+    same = LanguageTable("same", ["en"], {("switch", 1): {"en": Cell({0: 0.5})}}, metric("accuracy"), "", floors)
+    assert same.at_floor(("switch", 1), "en"), "a figure equal to its floor, without an error"
     assert (floor[0], error[0]) == ("floor", "standard error over items")
     assert "not above its floor by two standard errors" in table.caption
 

@@ -126,6 +126,8 @@ def checks(root: Path, kind: str) -> Iterator[Check]:
             yield place.parent, partial(_run, place.parent)
         elif place.name.startswith("step-") and place.parent.name == CHECKPOINTS and place.is_dir():
             yield place, partial(open_checkpoint, place)
+        elif place.name == "finetune.json" and place.parent != root and not theirs:
+            yield place.parent, partial(_finished, place.parent)
         elif place.name == CHECKPOINTS and not os.path.lexists(place.parent / CONFIG):
             yield place.parent, partial(_refuse, f"{place.parent}: checkpoints without {CONFIG}")
     if theirs and not safe and not any(place.suffix == ".bin" and "model" in place.name for place in places):

@@ -94,7 +94,7 @@ class LanguageTable(Forms):
     def at_floor(self, line: Line, column: str) -> bool:
         """Whether a figure is not above its floor by two standard errors."""
         mean, floor = self.lines[line][column].mean, self.floors.get(column)
-        return floor is not None and mean is not None and mean - floor[1] < 2 * self.errors.get(column, 0.0)
+        return floor is not None and mean is not None and mean - floor[1] <= 2 * self.errors.get(column, 0.0)
 
     def shown(self, cell: Cell, column: str, *, sign: bool = False) -> str:
         return cell.text(4, sign=sign) if column == "nats_per_character" else cell.shown(self.metric, sign=sign)
