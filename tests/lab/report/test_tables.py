@@ -263,6 +263,7 @@ def test_names_baseline_and_columns_of_a_comparison(tmp_path: Path, capsys: pyte
     table = ComparisonTable.read(tmp_path / "mine")
     assert table.baseline == "hyperrouter"
     assert list(table.grid().header) == ["router", "k=8", "seeds"]
+    assert "over seeds. Bold:" in table.caption, "no column that needs a word is shown"
     assert [row[0] for row in table.grid().rows] == ["Plain", "X & Co", "hyperrouter"]
     latex = (tmp_path / "mine" / "table.tex").read_text()
     assert r"\label{tab:table}" in latex
@@ -274,6 +275,9 @@ def test_names_baseline_and_columns_of_a_comparison(tmp_path: Path, capsys: pyte
     page = (tmp_path / "mine" / "report.html").read_text("utf-8")
     assert "X &amp; Co" in page
     assert '"Plain"' in page
+    assert main([*base, "--baseline", "smoe", "--columns", "k=8,s/step,entropy"]) == 0
+    assert "at the largest k; s/step: median training step. Bold" in ComparisonTable.read(tmp_path / "mine").caption
+    assert "Paired differences to Plain" in (tmp_path / "mine" / "report.html").read_text("utf-8")
     for words, says in [
         (["--names", "smo=Plain"], "allowed is ROW=TEXT: did you mean 'smoe'"),
         (["--names", "hyperrouter=Plain"], "two rows would have the same name"),

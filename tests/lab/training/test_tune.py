@@ -26,11 +26,14 @@ class Tune:
     def __init__(self, settings: Callable[..., RunConfig], out: Path) -> None:
         self.settings, self.out = settings, out
         self.rounds: list[Plan] = []
+        self.notes: list[str] = []
 
     def __call__(self, routers: str, *told: str, **changes: str) -> Plan:
         self.rounds.clear()
+        self.notes.clear()
         plan = Plan(self.settings(**changes), tuple(routers.split(",")), (0,))
-        return tuned(plan, told, self.out, lambda one, _: self.rounds.append(one), lambda _: None, lambda _: True)
+        train, add = lambda one, _: self.rounds.append(one), self.notes.append
+        return tuned(plan, told, self.out, train, lambda _: None, lambda _: True, add)
 
 
 @pytest.fixture
@@ -85,12 +88,14 @@ def test_rows_of_the_comparison_keep_their_settings_and_their_curves(tune: Tune,
     before = curve.read_text()
     again = tune("smoe,dense,smoe:lr_scale=4", "router_lr_scale=4,8", "learning_rate=1e-3,2e-3")
     assert not tune.rounds
+    assert tune.notes == ["dense: trained already, and so not tuned on these values"]
     assert again.routers == ("smoe:lr_scale=4", "dense")
     assert again.tuned == plan.tuned
     assert curve.read_text() == before
     more = tune("smoe,dense,switch", "router_lr_scale=1,8")
     assert {row for one in tune.rounds for row in one.routers} == {"switch", "switch:lr_scale=8"}
     assert more.routers == ("smoe:lr_scale=4", "dense", "switch")
+    assert tune.notes == ["smoe, dense: trained already, and so not tuned on these values"]
     assert json.loads(curve.read_text())["curve"].keys() == {"smoe", "xmoe", "switch"}
     assert tune("smoe,xmoe,dense", "router_lr_scale=1,8", eval_split="valid").routers[-1] == "dense"
     with pytest.raises(RunError, match="batch_size is 4 there, 2 here"):

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -161,7 +162,8 @@ def tuned_plan(plan: Plan, told: Sequence[str], out: Path, device: str, jobs: in
                 data_progress=display.data,
             )  # fmt: skip
 
-        return tuned(plan, told, out, train, print, lambda name: metric(name).lower_is_better)
+        say = partial(print, file=sys.stderr)
+        return tuned(plan, told, out, train, print, lambda name: metric(name).lower_is_better, say)
 
 
 def shown(values: Any) -> str:

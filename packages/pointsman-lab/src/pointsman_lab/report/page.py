@@ -62,9 +62,11 @@ def page_path(out: Path | None, comparison: Comparison) -> Path:
 
 def render(comparison: Comparison) -> str:
     """The page as a string."""
-    table = replace(ComparisonTable.of(comparison), names={})  # renamed below, everywhere
+    named = ComparisonTable.of(comparison)
+    table = replace(named, names={})  # renamed below, everywhere
     data = chart_data(comparison, table)
     values = context(comparison, table, data)
+    values["differences"] = replace(values["differences"], caption=named.difference_grid().caption)
     names = comparison.shown.get("names", {})
     data = renamed(data, names)
     return fill(

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from pointsman._errors import RunError
 from pointsman.control import named_routers, set_top_k
 from pointsman.diagnostics.observe import evaluating
 from pointsman.ops.kernels import using
@@ -98,6 +99,8 @@ def collect_all(comparison: Comparison, *, note: Note | None = None, keep: bool 
         if current or not family(run.family or OLDEST).reads_tokens:
             continue
         try:
+            if not (run.path / CHECKPOINTS).is_dir():
+                raise RunError("its weights are not here")
             if note:
                 note(f"sampling the routing of {router}")
             aside = None if keep else temporary_folder()

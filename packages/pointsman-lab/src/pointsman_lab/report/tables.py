@@ -18,6 +18,7 @@ from pointsman_lab.runs.record import RunRecord, over_layers
 
 COSTS = ("mflop", "active", "params")
 CSV_COSTS = ("FLOPs a token", "active parameters", "parameters")
+ENTROPY = "Entropy: nats, of the router's full distribution, mean over tokens and layers at the largest k"
 COUNTED = (
     "MFLOP, active: FLOPs a token and its parameters, counted, at the first k of training; params: all trainable ones"
 )
@@ -27,15 +28,12 @@ COST = ("flops", "active", "total")
 
 
 def cost_of(runs: Iterable[RunRecord]) -> Mapping[str, int]:
-    """What a token costs at the first k of training, by `COST`: of the first of these runs that says so; {} of none.
-
-    "total" of a fine-tuning is what trains there: no frozen part, but the head.
-    """
-    told = next(
-        (one.evaluation for one in runs if one.done and (one.evaluation.get("cost") or {}).keys() >= {*COST}), {}
-    )
-    tuned = "frozen" in (told.get("protocol") or {}) and told.get("parameters") is not None
-    return {**told["cost"], "total": told["parameters"]} if tuned else told.get("cost", {})
+    """What a token costs at the first k of training, by `COST`, of the first run that says so; {} of none. "total" of a
+    fine-tuning is what trains there: no frozen part, but the head."""
+    done = (run.evaluation for run in runs if run.done)
+    found = next((one for one in done if (one.get("cost") or {}).keys() >= set(COST)), {})
+    tuned = "frozen" in (found.get("protocol") or {}) and found.get("parameters") is not None
+    return {**found["cost"], "total": found["parameters"]} if tuned else found.get("cost", {})
 
 
 def cost_cells(cost: Mapping[str, int]) -> list[str]:
@@ -244,16 +242,14 @@ class ComparisonTable(Forms):
     @property
     def caption(self) -> str:
         if self.audit:
-            return (
-                f"{self.metric.label} on the text ({self.metric.direction}). Entropy: nats, of the router's full "
-                "distribution, mean over tokens and layers at the largest k."
-            )
+            return f"{self.metric.label} on the text ({self.metric.direction}). {ENTROPY}."
+        told = {"entropy": ENTROPY, "router params": "router params: trainable ones"}
+        told |= {**(dict.fromkeys(COSTS, COUNTED) if self.counted else {}), "s/step": "s/step: median training step"}
+        words = "; ".join(dict.fromkeys(told[title] for title in told if title in (self.columns or told)))
         return (
             f"{self.metric.label} on the {self.split} split ({self.metric.direction}); mean ± sample standard "
-            "deviation over seeds. Entropy: nats, of the router's full distribution, mean over tokens and layers at "
-            f"the largest k; router params: trainable ones;{f' {COUNTED};' if self.counted else ''} s/step: median "
-            "training step. Bold: significantly different from every other row (95 % intervals of the paired "
-            "differences, corrected for their number)."
+            f"deviation over seeds. {words[:1].upper()}{words[1:]}{'. ' if words else ''}Bold: significantly different "
+            "from every other row (95 % intervals of the paired differences, corrected for their number)."
         )
 
     @property
@@ -272,18 +268,16 @@ class ComparisonTable(Forms):
     def csv(self) -> str:
         """Comma-separated, full precision, one line a router."""
         per_k = [name for k in self.top_k for name in (f"k={k} mean", f"k={k} std", f"k={k} seeds")]
-        costs = CSV_COSTS if self.counted else ()
-        seconds = ["step seconds", "seeds done", "seeds missing"]
-        tail = ["entropy mean", "entropy std", "router parameters", *costs, *seconds]
+        tail = ["entropy mean", "entropy std", "router parameters", *(CSV_COSTS if self.counted else ())]
         rows = []
         for row in self.rows:
             line: list[Any] = [row.router, self.metric.name, self.split]
             for cell in (self.quality(row, k) for k in self.top_k):
                 line += [cell.mean, cell.std, len(cell.values)]
             line += [row.entropy.mean, row.entropy.std, row.router_parameters]
-            line += [row.cost.get(name) for name in COST] if self.counted else []
-            line.append(row.step_seconds.mean)
+            line += [*(row.cost.get(name) for name in COST if self.counted), row.step_seconds.mean]
             rows.append([*line, *(" ".join(map(str, seeds)) or None for seeds in (row.done, row.missing))])
+        tail += ["step seconds", "seeds done", "seeds missing"]
         return Grid(["router", "metric", "split", *per_k, *tail], rows).csv()
 
 

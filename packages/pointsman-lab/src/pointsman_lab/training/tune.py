@@ -88,6 +88,7 @@ def tuned(
     train: Callable[[Plan, Path], object],
     say: Callable[[str], None],
     lower_is_better: Callable[[str], bool],
+    note: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """The plan with each row's settings; rows that the comparison in `out` has already keep theirs.
 
@@ -97,6 +98,7 @@ def tuned(
         train: trains a plan in a directory.
         say: gets the table of each row's choices.
         lower_is_better: of a metric's name.
+        note: told which rows keep settings that were not chosen among these.
     """
     if shared_seeds := sorted({*SEEDS} & {*plan.seeds}):
         raise RunError(f"--tune uses seed {shared_seeds[0]}, which is then no seed of a result: fewer --seeds")
@@ -110,6 +112,11 @@ def tuned(
     names = {row: row for row in before.get("routers", ())} | {one.get("row", name): name for name, one in held.items()}
     merged(replace(plan, routers=tuple(names.get(row, row) for row in plan.routers)), out)  # refused before the rounds
     rows = [row for row in plan.routers if row not in names]
+    model, first = plan.base.model, {row: held.get(name, {}).get("row", row) for row, name in names.items()}
+    tried = {row: told_before.get(first[row], {}) for row in plan.routers if row in names}
+    fitting = {row: {_text(choice) for choice in every if takes(first[row], choice, model)} for row in tried}
+    if others := [row for row, of in tried.items() if not of or fitting[row] - of.keys()]:
+        note(f"{', '.join(others)}: trained already, and so not tuned on these values")
     left = {row: [choice for choice in every if takes(row, choice, plan.base.model)] for row in rows}
     if fixed := [row for row, of in left.items() if not of]:
         raise RunError(f"--tune {ROUTER}: {fixed[0]} has no router whose rate can be scaled; give 1 among its values")
