@@ -217,6 +217,23 @@ def test_a_backward_outside_of_a_replay_is_refused(reentrant: bool, tmp_path: Pa
             loss.backward()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_compiled_model_is_replayed_uncompiled(tmp_path: Path) -> None:
+    model, other = spread(zoo.tiny_model("mixtral")), spread(zoo.tiny_model("mixtral", seed=1))
+    trace = traced(tmp_path / "t", model, IDS)
+    own = run(other)
+    with hf.replay(other, trace):
+        wanted = run(other)
+    assert not torch.allclose(wanted, own)
+    routing = {layer: experts.long() for layer, experts in trace.experts.items()}
+    other.compile(backend="eager")
+    for replayed in (lambda: hf.replay(other, trace), lambda: pointsman.replay_routing(other, routing)):
+        torch.testing.assert_close(run(other), own)  # code from before the replay
+        with replayed():
+            torch.testing.assert_close(run(other), wanted)
+    torch.testing.assert_close(run(other), own)
+
+
 def test_a_forward_that_failed_waits_for_no_backward(tmp_path: Path) -> None:
     model = spread(zoo.tiny_model("mixtral"))
     trace = traced(tmp_path / "t", model, IDS)

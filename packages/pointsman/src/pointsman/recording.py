@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,9 +92,13 @@ def observe_routing(model: nn.Module, observe: Observer, asked: str = "observe_r
     with ExitStack() as inside:
         for handle in handles:
             inside.enter_context(handle)
-        if "torch._dynamo" in sys.modules:
-            inside.enter_context(torch.compiler.set_stance("force_eager"))
+        inside.enter_context(uncompiled())
         yield
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Inside, what `torch.compile` has compiled runs uncompiled."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class Records(dict[str, Routing]):

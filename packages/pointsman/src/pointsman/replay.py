@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from pointsman._errors import did_you_mean
 from pointsman.control import is_huggingface, routers_by_layer
-from pointsman.recording import KNOWN
+from pointsman.recording import KNOWN, uncompiled
 from pointsman.routers.frame.router import Router
 from pointsman.routing import Routing
 
@@ -48,7 +49,7 @@ class replay_routing:  # noqa: N801 - used like a function
     must lie inside, too.
 
     In a mixture of experts of transformers the class's own code weighs the replayed experts: its `topk` gives them.
-    There -1 cannot be replayed.
+    There -1 cannot be replayed, and what `torch.compile` has compiled runs uncompiled.
 
     Args:
         model: any model with MoE layers, a layer or a router; a mixture of experts of transformers.
@@ -72,6 +73,7 @@ class replay_routing:  # noqa: N801 - used like a function
         if not places:
             raise ValueError(f"replay_routing: {type(model).__name__} has no MoE layer, no router and no gate: {KNOWN}")
         self._replayed: list[tuple[Any, Tensor]] = []
+        self._hf, self._inside = is_huggingface(model), ExitStack()
         for name, recorded in experts.items():
             if name not in places:
                 raise ValueError(f"replay_routing: no layer {name!r}: {did_you_mean(name, places)}")
@@ -81,10 +83,13 @@ class replay_routing:  # noqa: N801 - used like a function
             self._replayed.append((places[name], recorded))
 
     def __enter__(self) -> None:
+        if self._hf:
+            self._inside.enter_context(uncompiled())
         for place, experts in self._replayed:
             place.replay(experts)
 
     def __exit__(self, *error: object) -> None:
+        self._inside.close()
         for place, _ in self._replayed:
             place.replay(None)
 

@@ -16,7 +16,7 @@ from pointsman.hf.gates import Gate, no_gate, original_forward, survey
 from pointsman.hf.given import Given, Running
 from pointsman.hf.surgery.routed import ClassRule
 from pointsman.ops.linear import in_backward
-from pointsman.recording import KNOWN
+from pointsman.recording import KNOWN, uncompiled
 from pointsman.replay import RouterPlace
 from pointsman.traces import MISSING, RoutingTrace
 from pointsman.traces.trace import hash_of
@@ -205,6 +205,7 @@ def replay(model: nn.Module, trace: RoutingTrace, *, missing: Literal["refuse", 
         of_model[layer].replay(recorded[layer][rows.of(layer, hidden.numel() // hidden.shape[-1])])
 
     with ExitStack() as inside:
+        inside.enter_context(uncompiled())
         for name, place in of_model.items():
             place.replay(recorded[name][:0])  # those of each forward follow
             inside.callback(place.replay, None)

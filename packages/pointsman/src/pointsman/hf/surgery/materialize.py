@@ -13,7 +13,6 @@ from pointsman.hf.counterpart import correction_bias, counterpart, same_forward
 from pointsman.hf.gates import Gate, survey
 from pointsman.hf.surgery.notes import CONFIG_KEY
 from pointsman.hf.surgery.routed import ClassRule, become
-from pointsman.hf.surgery.scorers import plain_gate
 
 
 def materialize(model: nn.Module) -> nn.Module:
@@ -57,8 +56,9 @@ def plain_gates(model: nn.Module) -> list[tuple[Gate, Tensor, Tensor | None]]:
         where = f"materialize: layer {name.rpartition('.')[0]!r} has the router {router.spec!r}"
         if router.mix is not None and float(router.mix.strength().detach()) != 0:
             raise ValueError(f"{where}: a plain gate cannot express its mixer")
+        by_table = gate.pointsman_form.table and router.score.gate is not None  # the class's own, which chooses
         with torch.no_grad():
-            plain = plain_gate(gate)
+            plain = (router.score.gate if by_table else router.score).plain_linear()
         if plain is None:
             raise ValueError(f"{where}, which a plain gate cannot express")
         factor = gate.pointsman_form.multiplier

@@ -168,15 +168,6 @@ def adapted(router: Router, weight: Tensor | None, bias: Tensor | None) -> Score
     return score
 
 
-def plain_gate(gate: Any) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias of the class's own gate with the same logits as a replaced one; None where there is none."""
-    score = gate.pointsman.score
-    if gate.pointsman_form.table and score.gate is not None:  # the choice is the class's table
-        score = score.gate
-    plain: tuple[Tensor, Tensor | None] | None = score.plain_linear()
-    return plain
-
-
 class Strength(Stage):
     """A learnable scalar, clamped to [0, 1] in the forward only, so that its gradient never vanishes."""
 
