@@ -24,6 +24,7 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     MixtralForSequenceClassification,
+    MixtralForTokenClassification,
 )
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.models.switch_transformers import modeling_switch_transformers as switch
@@ -281,9 +282,11 @@ def test_labels_may_be_given_by_place() -> None:
     torch.testing.assert_close(model(IDS, *before, IDS, return_dict=False, num_items_in_batch=22)[0], wanted)
 
 
-def test_a_classifier_that_ignores_the_number_of_items_adds_the_whole_loss() -> None:
-    plain = MixtralForSequenceClassification(mixtral(num_labels=3, pad_token_id=0).config).train()
-    model, labels = hf.balance(copy.deepcopy(plain), 1.0), torch.arange(4) % 3
+@pytest.mark.parametrize("kind", [MixtralForSequenceClassification, MixtralForTokenClassification])
+def test_a_classifier_that_ignores_the_number_of_items_adds_the_whole_loss(kind: Any) -> None:
+    plain = kind(mixtral(num_labels=3, pad_token_id=0, classifier_dropout=0.0).config).train()
+    tokens = kind is MixtralForTokenClassification
+    model, labels = hf.balance(copy.deepcopy(plain), 1.0), IDS % 3 if tokens else torch.arange(4) % 3
     added = [model(IDS, labels=labels, **items).loss for items in ({}, {"num_items_in_batch": 16})]
     assert float((added[0] - plain(IDS, labels=labels).loss).detach()) > 0.5
     torch.testing.assert_close(*added)
@@ -350,6 +353,17 @@ def test_a_gate_of_two_blocks_is_refused_where_each_needs_its_own() -> None:
     model.model.layers[1].mlp.gate = model.model.layers[0].mlp.gate
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.gate: it is the gate of another block as well"):
         hf.balance(model, how="bias")
+    with pytest.raises(ValueError, match="record_routing: blocks share a gate"):
+        pointsman.record_routing(model)
+
+
+def test_the_loss_of_a_shared_gate_is_the_mean_of_its_calls() -> None:
+    model, again = deepseek(), deepseek()
+    for one in (model, again):
+        one.model.layers[1].mlp.gate.load_state_dict(one.model.layers[0].mlp.gate.state_dict())
+    model.model.layers[1].mlp.gate = model.model.layers[0].mlp.gate
+    losses = [float(hf.balance(one, 1.0)(IDS, labels=IDS).loss.detach()) for one in (model, again)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
 @pytest.mark.parametrize("checkpointed", [None, False, True])

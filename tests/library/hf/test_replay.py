@@ -337,3 +337,23 @@ def test_what_cannot_be_replayed_is_refused(kind: str, layer: str, why: str) -> 
         run(model)
     with pytest.raises(ValueError, match=r"allowed experts are 0 to 7$"):
         pointsman.replay_routing(zoo.tiny_model("mixtral"), {"model.layers.0.mlp": experts - 1})
+
+
+def test_a_forward_that_returns_nothing_is_done_again_in_its_backward(tmp_path: Path) -> None:
+    class Keeps(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.of = zoo.tiny_model("mixtral").train()
+
+        def forward(self, input_ids: Tensor) -> None:
+            inputs = self.of.get_input_embeddings()(input_ids)
+            self.loss = self.of.model(inputs_embeds=inputs).last_hidden_state.square().mean()
+
+    model = Keeps()
+    with torch.no_grad(), pointsman.record_routing(model) as record:
+        model(IDS)
+    record.save(tmp_path / "trace.safetensors", IDS)
+    model.of.activation_checkpointing_enable({"use_reentrant": False})
+    with hf.replay(model, pointsman.traces.RoutingTrace.load(tmp_path / "trace.safetensors")):
+        model(IDS)
+        model.loss.backward()

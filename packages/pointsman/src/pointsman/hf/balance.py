@@ -23,6 +23,7 @@ from pointsman.hf.given import names_of
 from pointsman.ops.linear import in_backward
 
 logger = logging.getLogger("pointsman.hf")
+WITHOUT_ITEMS = ("ForSequenceClassification", "ForTokenClassification")  # these ignore `num_items_in_batch`
 OWN = ("router_aux_loss_coef", "aux_loss_coef")
 """What the classes call the coefficient of their own loss."""
 ASKED = "output_router_logits"
@@ -92,7 +93,7 @@ def _close(home: Any, args: Any, kwargs: Any, output: Any) -> Any:
     if loss is None:
         watched.pending = [*watched.pending, weighted]
         return _with(output, aux_loss=value)
-    if getattr(home, "loss_type", None) != "ForSequenceClassification":  # which ignores `num_items_in_batch`
+    if getattr(home, "loss_type", None) not in WITHOUT_ITEMS:
         weighted = weighted * _share(given, settings.shifts)
     return _with(output, aux_loss=value, loss=loss + weighted.to(loss.device, loss.dtype))
 
@@ -211,9 +212,12 @@ def _prepare(home: Any, coefficient: float, how: Any, like: Any) -> str:
         gates, _ = survey(home)
     known = {gate.name: gate for gate in gates}
     decoder = bool(getattr(home.config, "is_encoder_decoder", False))
+    names: dict[nn.Module, str] = {}
+    for name, module, _ in candidates(home):
+        names.setdefault(module, name)  # one seat has all calls of a gate that blocks share
     places = tuple(
         Place(name, known[name].form if name in known else None, decoder and "decoder" in name.split("."))
-        for name, _, _ in candidates(home)
+        for name in names.values()
         if name not in known or not known[name].form.table
     )
     if not places:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -117,7 +118,8 @@ class Given:
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         if self.running and self.running[-1].model is model:
             ended = self.running.pop()
-            ended.given, ended.last = {}, ended.first if output is None else _next_node()  # None: an error
+            failed = output is None and sys.exc_info()[0] is not None
+            ended.given, ended.last = {}, ended.first if failed else _next_node()
 
     def _told(self, gate: str, name: str) -> Iterator[tuple[Running, Any]]:
         """What the forwards around a gate were given under this name, or that of the decoder; the innermost first."""

@@ -37,6 +37,8 @@ class GateListener:
         self.gates = {name: module for name, module, _ in candidates(model)}
         if not self.gates:
             raise ValueError(f"{asked}: {no_gate(model)}: {KNOWN}")
+        if len({*self.gates.values()}) < len(self.gates):
+            raise ValueError(f"{asked}: blocks share a gate, so that their choices cannot be told apart")
         self.found = {gate.name: gate for gate in found}
         self.layers: dict[str, Listened] = {}
         for gate in found:
