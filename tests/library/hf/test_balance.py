@@ -303,6 +303,17 @@ def test_what_waits_for_a_step_is_no_copys(how: Any, tmp_path: Path) -> None:
     assert model.pointsman_watched.counts if how == "bias" else model.pointsman_watched.pending
 
 
+def test_a_copy_after_a_forward_that_ended_in_an_error() -> None:
+    model = hf.balance(mixtral(), 1.0)
+    model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(IDS, labels=IDS)
+    copied = copy.deepcopy(model)
+    for one in (model, copied):
+        one.model.layers[1]._forward_pre_hooks.clear()
+    torch.testing.assert_close(copied(IDS, labels=IDS).loss, model(IDS, labels=IDS).loss)
+
+
 def test_add_losses_takes_those_of_both_kinds_of_layers() -> None:
     model, layer = hf.balance(mixtral(), 1.0), pointsman.MoE(64, 16, 4, router="smoe:balance=0.5")
     mixed = torch.nn.ModuleList([model, layer])

@@ -158,6 +158,9 @@ class Seat:
         self.open = self.known = self.outside = False
         self.seen: list[tuple[Any, torch.Size]] = []
 
+    def __getstate__(self) -> dict[str, Any]:  # a copy is made of no forward, as of one that ended in an error
+        return {**self.__dict__, "open": False, "seen": []}
+
 
 @dataclass(frozen=True)
 class Place:
