@@ -56,6 +56,7 @@ def forget() -> None:
     registry.ROUTERS.pop("mine", None)
     elsewhere._FOUND.clear()
     imports._IMPORTED.clear()
+    imports._NAMED.clear()
     for name in [name for name in sys.modules if name.startswith(("pointsman_import_", "my_"))]:
         del sys.modules[name]
 
@@ -343,6 +344,19 @@ def test_a_worker_imports_nothing_of_somebody_elses_either(
         assert main(command) == 0
         assert not done.exists()
         file.unlink(missing_ok=True)
+
+
+@pytest.mark.filterwarnings("ignore:the token cache")
+def test_a_home_that_cannot_be_written_to_is_no_hindrance(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What this command names reaches its processes without the cache folder."""
+    (tmp_path / "no_folder").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no_folder"))
+    command = compared(tmp_path / "text.txt", tmp_path / "out")
+    command[command.index("mine")] = "mine,smoe"
+    command[-1] = "2"
+    assert main([*command, "--import", str(file)]) == 0
 
 
 def test_the_code_that_a_run_names_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,8 +162,8 @@ def tuned_plan(plan: Plan, told: Sequence[str], out: Path, device: str, jobs: in
                 data_progress=display.data,
             )  # fmt: skip
 
-        say = partial(print, file=sys.stderr)
-        return tuned(plan, told, out, train, print, lambda name: metric(name).lower_is_better, say)
+        note = partial(print, file=sys.stderr)
+        return tuned(plan, told, out, train, print, lambda name: metric(name).lower_is_better, note)
 
 
 def shown(values: Any) -> str:

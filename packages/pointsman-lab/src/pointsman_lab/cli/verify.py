@@ -18,7 +18,17 @@ from pointsman_lab._values import printable
 from pointsman_lab.cli.options import Parser
 from pointsman_lab.runs.compact import RECORD, read_record
 from pointsman_lab.runs.comparison import Comparison, read
-from pointsman_lab.runs.paths import AUDIT, CHECKPOINTS, COMPARISON, CONFIG, EVALUATION, EXPLORER, METRICS, VOCABULARY
+from pointsman_lab.runs.paths import (
+    AUDIT,
+    CHECKPOINTS,
+    COMPARISON,
+    CONFIG,
+    EVALUATION,
+    EXPLORER,
+    FINETUNE,
+    METRICS,
+    VOCABULARY,
+)
 
 EPILOG = """examples:
   pointsman verify runs/mine
@@ -126,7 +136,7 @@ def checks(root: Path, kind: str) -> Iterator[Check]:
             yield place.parent, partial(_run, place.parent)
         elif place.name.startswith("step-") and place.parent.name == CHECKPOINTS and place.is_dir():
             yield place, partial(open_checkpoint, place)
-        elif place.name == "finetune.json" and place.parent != root and not theirs:
+        elif place.name == FINETUNE and place.parent != root and not theirs:
             yield place.parent, partial(_finished, place.parent)
         elif place.name == CHECKPOINTS and not os.path.lexists(place.parent / CONFIG):
             yield place.parent, partial(_refuse, f"{place.parent}: checkpoints without {CONFIG}")

@@ -27,6 +27,7 @@ from pointsman_lab.runs.record import label
 
 SOURCE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}\.py")
 _IMPORTED: dict[str, str] = {}  # the content of each file that this process has imported -> its path
+_NAMED: dict[Path, str] = {}  # what `remember` was told in this process, which may have no cache folder to write to
 
 
 def import_named(name: str) -> str:
@@ -132,13 +133,14 @@ def present(name: str) -> str:
 
 def remember(name: str) -> None:
     """Keeps that the user has named a module, or a file with its present content."""
+    _NAMED[_mark(name)] = _digest(name)
     write_whole(_mark(name), _digest(name))
 
 
 def is_remembered(name: str) -> bool:
     """Whether the user has named it before. A file that was never named is not even read."""
     try:
-        return read_text(_mark(name)) == _digest(name)
+        return (_NAMED.get(_mark(name)) or read_text(_mark(name))) == _digest(name)
     except (OSError, ValueError):
         return False
 
@@ -184,7 +186,9 @@ def left_out(where: object, origin: Mapping[str, str], sources: Mapping[str, str
     sums = {_sum(text.encode()) for text in sources.values()}
     left = {name: value for name, value in origin.items() if value not in sums}
     if changed := next((name for name in left if slug(name) in sources), None):
-        raise RunError(f"{where}: {changed} is not what it was when its router was trained: it can go along as it was")
+        raise RunError(
+            f"{where}: {changed} has changed since its router was trained; only what it was then may go along"
+        )
     return [name if name.endswith(".py") else version for name, version in left.items()]
 
 

@@ -112,12 +112,12 @@ def tuned(
     names = {row: row for row in before.get("routers", ())} | {one.get("row", name): name for name, one in held.items()}
     merged(replace(plan, routers=tuple(names.get(row, row) for row in plan.routers)), out)  # refused before the rounds
     rows = [row for row in plan.routers if row not in names]
-    model, first = plan.base.model, {row: held.get(name, {}).get("row", row) for row, name in names.items()}
-    tried = {row: told_before.get(first[row], {}) for row in plan.routers if row in names}
-    fitting = {row: {_text(choice) for choice in every if takes(first[row], choice, model)} for row in tried}
-    if others := [row for row, of in tried.items() if not of or fitting[row] - of.keys()]:
+    asked = {row: held.get(names.get(row, row), {}).get("row", row) for row in plan.routers}
+    fitting = {row: [one for one in every if takes(asked[row], one, plan.base.model)] for row in plan.routers}
+    tried = {row: told_before.get(asked[row], {}).keys() for row in plan.routers if row in names}
+    if others := [row for row, of in tried.items() if not of or {_text(one) for one in fitting[row]} - of]:
         note(f"{', '.join(others)}: trained already, and so not tuned on these values")
-    left = {row: [choice for choice in every if takes(row, choice, plan.base.model)] for row in rows}
+    left = {row: fitting[row] for row in rows}
     if fixed := [row for row, of in left.items() if not of]:
         raise RunError(f"--tune {ROUTER}: {fixed[0]} has no router whose rate can be scaled; give 1 among its values")
     became = {spec: row for row, spec in names.items()}

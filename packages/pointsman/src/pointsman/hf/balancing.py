@@ -211,9 +211,10 @@ class Balancing:
             for gate, seat in place.seats(home):
                 for output, shape in seat.seen:
                     logits, _, experts = read_any(place.form, gate, block, output, shape.numel())
-                    real = _real(given.get("decoder_" * place.decoder + "attention_mask"), len(logits), past)
-                    real = None if real is None else real.reshape(-1).to(logits.device)
-                    experts = experts if real is None else experts.masked_fill(~real[:, None], -1)
+                    name = "decoder_attention_mask" if place.decoder else "attention_mask"
+                    if (real := _real(given.get(name), len(logits), past)) is not None:
+                        real = real.reshape(-1).to(logits.device)
+                        experts = experts.masked_fill(~real[:, None], -1)
                     yield place, scores(logits, kind, linear), logits, experts, real
 
     def loss(self, found: Sequence[tuple[Any, ...]]) -> Tensor:

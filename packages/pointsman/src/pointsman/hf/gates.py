@@ -157,10 +157,7 @@ def extras_of(module: nn.Module, block: nn.Module) -> tuple[tuple[str, ...], str
 
 @torch.no_grad()
 def probe(name: str, layer: str, module: nn.Module, block: nn.Module) -> Gate:
-    """Determines a gate's form by calling it on random vectors; NotAGateError if it is none, or is not loaded.
-
-    ValueError if it is sharded.
-    """
+    """Determines a gate's form on random vectors; NotAGateError if it is none or not loaded, ValueError if sharded."""
     owner = owner_of(module)
     holder = module.get_submodule(owner)
     weight, bias = holder.get_parameter("weight"), getattr(holder, "bias", None)

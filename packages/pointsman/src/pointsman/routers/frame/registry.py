@@ -194,7 +194,8 @@ def build_router(
         raise ValueError(f"{parsed.router!r} is a baseline without a router; models build it from the spec themselves")
     for name, value, least in (("dim", dim, 1), ("num_experts", num_experts, 1), ("place", place, 0)):
         check_whole(name, value, least=least)
-    check_whole("vocab_size", 1 if vocab_size is None else vocab_size)
+    if vocab_size is not None:
+        check_whole("vocab_size", vocab_size)
     parsed = _with_options(parsed, options)
     written_spec = format_spec(parsed) if options else spec.strip()
     where = f"router spec {written_spec!r}: "

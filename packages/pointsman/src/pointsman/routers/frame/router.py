@@ -206,7 +206,7 @@ class Router(nn.Module):
         self._frozen = self.score.frozen = frozen
 
     def reset_parameters(self) -> None:
-        """As `build_router` starts it, newly drawn, after `to_empty`; ValueError if it was changed since (`hf`)."""
+        """As `build_router` starts it, newly drawn, after `to_empty`; ValueError after `hf.replace_routers`."""
         redraw(self, self.fresh())
 
     def requires_grad_(self, requires_grad: bool = True) -> Router:
