@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -31,9 +32,8 @@ WORDS = 267_735
 
 def whole_model(args: argparse.Namespace) -> None:
     vocabulary = WORDS if args.output else 256
-    models = {
-        spec: TransformerXL(preset_config("mutual-medium", vocabulary, router=spec)).train() for spec in SPECS
-    }  # fmt: skip
+    shapes = {spec: preset_config("mutual-medium", vocabulary, router=spec) for spec in SPECS}
+    models = {spec: TransformerXL(replace(shape, dim=args.dim or shape.dim)).train() for spec, shape in shapes.items()}
 
     def forward(spec: str, tokens: Tensor) -> Tensor:
         output = models[spec](tokens, None if args.output else tokens)
@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("what", choices=("time",))
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--dim", type=int, help="another width of the hidden states")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--output", action="store_true", help="with the paper's output layer, forward only")
     parser.add_argument("--out", type=Path, help="a file for the seconds of every turn")
