@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from pointsman._errors import RunError
 from pointsman_lab.cli.main import main
 from pointsman_lab.runs.sharing import digest, read_entry, signed
 from tests.lab.cli.test_compare import SMALL, TEXT
-from tools.leaderboard import ROOT, check, page, row_of
+from tools.leaderboard import ROOT, check, compared, follow, page, row_of
 
 ROUTER = """
 import torch
@@ -92,6 +93,43 @@ def test_a_dense_entry_has_a_row_and_one_with_nan_is_refused(tmp_path: Path) -> 
     (tmp_path / "nan.json").write_text(json.dumps(signed(entry)))
     with pytest.raises(RunError, match=r"nan\.json: a figure in it is no finite number"):
         read_entry(tmp_path / "nan.json")
+
+
+def one_k(entry: dict[str, Any], asked: list[int]) -> dict[str, Any]:
+    """An entry whose runs have figures at k = 8 alone."""
+    entry["settings"]["eval_top_k"] = asked
+    for run in entry["runs"].values():
+        run["evaluation"]["results"] = run["evaluation"]["results"][-1:]
+    return entry
+
+
+def test_a_row_evaluated_at_another_k_alone_is_refused() -> None:
+    folder = ROOT / "leaderboard" / "enwik8"
+    rules, text = json.loads((folder / "track.json").read_text()), (folder / "smoe.json").read_text()
+    follow(one_k(json.loads(text), [1, 2, 4, 8]), rules, "a row with one k")
+    with pytest.raises(RunError, match="evaluated at k = 8; the track asks for k = 2"):
+        follow(one_k(json.loads(text), [8]), rules, "smoe")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda run: run["evaluation"]["results"].pop(0),
+            r"figures at k = \[2, 4, 8\], trained again at k = \[1, 2, 4",
+        ),
+        (lambda run: run.update(step_seconds=run["step_seconds"] / 20), "s a step, trained again"),
+    ],
+)
+def test_other_ks_and_seconds_that_no_machine_has_are_found(
+    change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    ours = json.loads((ROOT / "leaderboard" / "enwik8" / "smoe.json").read_text())["runs"]["0"]
+    theirs = copy.deepcopy(ours)
+    assert compared(theirs, ours, 0.02, "smoe") == "the same bits"
+    change(theirs)
+    with pytest.raises(RunError, match=message):
+        compared(theirs, ours, 0.02, "smoe")
 
 
 @pytest.mark.slow
