@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 import pointsman
 from pointsman import hf
 from pointsman.control import named_routers
+from pointsman.hf.layouts import Kind, kind_of
 from tests.library.hf import zoo
 from tests.library.hf.test_replace import IDS, logits, spread
 
 peft = pytest.importorskip("peft")
-pytest.importorskip("accelerate")
+accelerate = pytest.importorskip("accelerate")
 
 
 def rows(count: int = 32) -> list[dict[str, torch.Tensor]]:
@@ -120,6 +121,45 @@ def test_peft(spec: str, tmp_path: Path) -> None:
     fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     loaded = peft.PeftModel.from_pretrained(fresh, str(tmp_path / "adapter"))
     torch.testing.assert_close(logits(loaded), trained, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "glm4_moe", "minimax_m2"])
+def test_gates_that_cannot_be_probed_score_as_their_class_does(family: str) -> None:
+    """Where PEFT trains the gate, or where its weights are offloaded."""
+
+    def measured(model: Any) -> tuple[list[torch.Tensor], float]:
+        with torch.no_grad(), pointsman.record_routing(model.eval()) as found:
+            model(input_ids=IDS)
+        loss = model.train()(input_ids=IDS, labels=IDS).loss
+        return [routing.probs for routing in found.values()], float(loss.detach())
+
+    def fresh() -> Any:
+        return spread(zoo.tiny_model(family))
+
+    probs, loss = measured(hf.balance(fresh(), 1.0))
+    whole = peft.LoraConfig(r=2, target_modules=["o_proj"], modules_to_save=["gate"])
+    low_rank = peft.LoraConfig(r=2, target_modules=["o_proj"], target_parameters=["gate.weight"])
+    for model in (
+        peft.get_peft_model(hf.balance(fresh(), 1.0), whole),
+        hf.balance(peft.get_peft_model(fresh(), whole), 1.0),
+        hf.balance(peft.get_peft_model(fresh(), low_rank), 1.0),
+        hf.balance(accelerate.cpu_offload(fresh(), execution_device=torch.device("cpu")), 1.0),
+    ):
+        found, its = measured(model)
+        torch.testing.assert_close(found, probs)
+        assert its == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("name", ["softmax", "sigmoid"])
+def test_the_scores_of_all_experts_are_read_from_those_of_the_chosen(name: Kind, k: int) -> None:
+    logits = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    scores = torch.softmax(logits, -1) if name == "softmax" else torch.sigmoid(logits)
+    weights, experts = scores.topk(k, dim=-1)
+    assert kind_of(logits, 2.5 * weights.bfloat16(), experts) == name
+    assert kind_of(logits, weights / weights.sum(-1, keepdim=True), experts) == (name if k > 1 else "other")
+    assert kind_of(logits, torch.rand(16, k, generator=torch.Generator().manual_seed(1)), experts) == "other"
 
 
 def test_step_end_warning_tells_what_to_do() -> None:

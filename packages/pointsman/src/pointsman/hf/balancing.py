@@ -14,7 +14,7 @@ from pointsman.auxiliary import assignment_counts
 from pointsman.hf.counterpart import correction_bias, counterpart
 from pointsman.hf.gates import PROBE_TOKENS, Gate, run_gate, tensor_of
 from pointsman.hf.given import CACHE, real_tokens, say_once
-from pointsman.hf.layouts import Form, Kind, read_any
+from pointsman.hf.layouts import Form, full_scores, read_any
 from pointsman.hf.surgery.replace import replace_routers
 from pointsman.ranks import every_rank
 from pointsman.routers.frame.registry import parse_spec
@@ -178,17 +178,6 @@ class Place:
                 yield module, seat
 
 
-def scores(logits: Tensor, kind: Kind, linear: bool) -> Tensor:
-    """The distribution [tokens, E] whose mean is P: softmax, or sigmoids divided by their sum. Float32 at least."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    if kind == "sigmoid":
-        found = torch.sigmoid(logits)
-        return found / found.sum(-1, keepdim=True).clamp_min(torch.finfo(found.dtype).tiny)
-    if not linear and bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < 1e-3).all()):
-        return logits  # a few classes return probabilities
-    return torch.softmax(logits, -1)
-
-
 @dataclass(frozen=True)
 class Balancing:
     """The settings of one balanced model; kept at the model as `pointsman_balancing`."""
@@ -206,16 +195,15 @@ class Balancing:
         past = 0 if all(given.get(name) is None for name in CACHE) else None
         for place in self.places:
             block = home.get_submodule(place.path.rpartition(".")[0])
-            kind: Kind = "other" if place.form is None else place.form.kind
-            linear = place.form is not None and place.form.linear
             for gate, seat in place.seats(home):
                 for output, shape in seat.seen:
-                    logits, _, experts = read_any(place.form, gate, block, output, shape.numel())
+                    logits, weights, experts = read_any(place.form, gate, block, output, shape.numel())
+                    scores = full_scores(place.form, logits, weights, experts, shares=True)
                     name = "decoder_attention_mask" if place.decoder else "attention_mask"
                     if (real := _real(given.get(name), len(logits), past)) is not None:
                         real = real.reshape(-1).to(logits.device)
                         experts = experts.masked_fill(~real[:, None], -1)
-                    yield place, scores(logits, kind, linear), logits, experts, real
+                    yield place, scores, logits, experts, real
 
     def loss(self, found: Sequence[tuple[Any, ...]]) -> Tensor:
         """The mean over layers of E sum_i f_i P_i; with `like`, transformers' value over all layers at once."""

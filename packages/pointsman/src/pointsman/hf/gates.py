@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman.diagnostics.observe import evaluating
-from pointsman.hf.layouts import LAYOUTS, Form, Kind, Layout, NotAGateError, arguments_of, positions, read_output
+from pointsman.hf.layouts import LAYOUTS, Form, Kind, Layout, NotAGateError, kind_of, positions, read_output
 
 PROBE_TOKENS = 6
 BY_TOKEN_ID = "chooses experts by token id, from a table"
@@ -67,7 +67,11 @@ class Gate:
 
     def arguments(self, tokens: int) -> list[Tensor]:
         """What its forward takes after the hidden states; token ids 0, 1, …, if it chooses by them."""
-        return arguments_of(self.module, self.block, self.form, tokens)
+        arguments: list[Tensor] = [getattr(self.block, extra) for extra in self.form.extras]
+        if self.form.table:
+            table = self.module.get_buffer(self.form.table)
+            arguments.append(torch.arange(tokens, device=table.device) % len(table))
+        return arguments
 
 
 def owner_of(gate: nn.Module) -> str:
@@ -180,7 +184,8 @@ def probe(name: str, layer: str, module: nn.Module, block: nn.Module) -> Gate:
     hidden = (hidden.to(weight.device) / spread.clamp_min(1e-6)).to(weight.dtype)
     extras, table = extras_of(module, block)
     form = Form(owner, False, extras, 0, 0, 0, "other", True, table=table)
-    arguments = arguments_of(module, block, form, PROBE_TOKENS)
+    gate = Gate(name, layer, module, block, weight.shape[0], dim, form)
+    arguments = gate.arguments(PROBE_TOKENS)
     kept = distinct_table(module, table)
     try:
         output, sequence = run_gate(module, hidden, arguments)
@@ -188,20 +193,18 @@ def probe(name: str, layer: str, module: nn.Module, block: nn.Module) -> Gate:
         expected = F.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
         actual = output[logits].reshape(PROBE_TOKENS, -1).float()
         multiplier = _multiplier(module, expected, actual)
-        num_experts = int(actual.shape[-1])
         linear, factor = multiplier is not None, 1.0 if multiplier is None else multiplier
         flat = output[logits].dim() == output[weights].dim() == output[indices].dim() == 2
         form = Form(
             owner, sequence, extras, logits, weights, indices, "other", linear, len(output), factor, flat, table=table
         )
-        gate = Gate(name, layer, module, block, num_experts, dim, form)
-        form = replace(form, kind=_kind(gate, hidden, arguments))
+        gate = replace(gate, num_experts=int(actual.shape[-1]), form=form)
+        return replace(gate, form=replace(form, kind=_kind(gate, hidden, arguments)))
     finally:
         if blank:
             weight.zero_()
         if kept is not None:
             module.get_buffer(table).copy_(kept)
-    return replace(gate, form=form)
 
 
 def distinct_table(module: nn.Module, table: str) -> Tensor | None:
@@ -264,11 +267,9 @@ def run_gate(module: nn.Module, hidden: Tensor, arguments: list[Tensor]) -> tupl
 
 def _kind(gate: Gate, hidden: Tensor, arguments: list[Tensor]) -> Kind:
     """The function of the logits to which the weights of all experts are proportional, measured with k = E."""
-    if not gate.form.linear:
-        return "other"
     module: Any = gate.module
     before = getattr(module, "top_k", None)
-    if not isinstance(before, int):
+    if not gate.form.linear or not isinstance(before, int):
         return "other"
     try:
         module.top_k = gate.num_experts
@@ -278,11 +279,4 @@ def _kind(gate: Gate, hidden: Tensor, arguments: list[Tensor]) -> Kind:
         return "other"
     finally:
         module.top_k = before
-    if weights.shape != logits.shape:
-        return "other"
-    weights = torch.zeros_like(weights).scatter(1, experts.long(), weights)
-    weights = weights / weights.sum(-1, keepdim=True)
-    kinds: dict[Kind, Tensor] = {"softmax": torch.softmax(logits, -1), "sigmoid": torch.sigmoid(logits)}
-    near = {kind: float((weights - score / score.sum(-1, keepdim=True)).abs().max()) for kind, score in kinds.items()}
-    best = min(near, key=lambda kind: near[kind])
-    return best if near[best] < 0.1 * max(near.values()) else "other"
+    return kind_of(logits, weights, experts) if weights.shape == logits.shape else "other"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 Kind = Literal["softmax", "sigmoid", "other"]
@@ -235,19 +236,39 @@ def read_any(
     form: Form | None, module: nn.Module, block: nn.Module, output: Any, tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`read_output`, by what is returned if the form is not known; NotAGateError if no gate returns that."""
-    if form is not None:
-        found = read_output(form, module, block, output)
-    elif isinstance(output, tuple):
-        logits, weights, experts = (output[place] for place in positions(type(module).__name__, output, tokens))
-        found = logits, weights, experts
-    else:
+    if form is None and not isinstance(output, tuple):
         raise NotAGateError(f"{type(module).__name__} returns {type(output).__name__}, not what it chose")
-    return tuple(one.reshape(tokens, -1) for one in found)  # type: ignore[return-value]
+    if form is None:
+        form = Form("", False, (), *positions(type(module).__name__, output, tokens), "other", False)
+    logits, weights, experts = (one.reshape(tokens, -1) for one in read_output(form, module, block, output))
+    return logits, weights, experts
 
 
-def arguments_of(module: nn.Module, block: nn.Module, form: Form, tokens: int) -> list[Tensor]:
-    extras: list[Tensor] = [getattr(block, extra) for extra in form.extras]
-    if form.table:
-        table = module.get_buffer(form.table)
-        extras.append(torch.arange(tokens, device=table.device) % len(table))
-    return extras
+@torch.no_grad()
+def kind_of(logits: Tensor, weights: Tensor, experts: Tensor) -> Kind:
+    """The function of the logits to which a token's weights are proportional; with one expert a token, all tokens'."""
+    across = 1 if experts.shape[1] > 1 else 0
+    actual, chosen = F.normalize(weights.float(), p=1, dim=across), experts.long().clamp_min(0)
+    scores: dict[Kind, Tensor] = {
+        "softmax": torch.softmax(logits.float(), -1),
+        "sigmoid": torch.sigmoid(logits.float()),
+    }
+    expected = {kind: F.normalize(one.gather(1, chosen), p=1, dim=across) for kind, one in scores.items()}
+    near = {kind: float((actual - one).abs().max()) for kind, one in expected.items()}
+    best = min(near, key=lambda kind: near[kind])
+    return best if near[best] < 0.1 * max(near.values()) else "other"
+
+
+def full_scores(form: Form | None, logits: Tensor, weights: Tensor, experts: Tensor, shares: bool = False) -> Tensor:
+    """Softmax or sigmoids of the logits [N, E]; of a gate without a form, what its weights say. Float32 at least.
+
+    Scores that are neither count as softmax. `shares`: sigmoids are divided by their sum.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    linear = form is not None and form.linear
+    if not linear and bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < 1e-3).all()):
+        return logits  # a few classes return probabilities instead
+    if (kind_of(logits, weights, experts) if form is None else form.kind) != "sigmoid":
+        return torch.softmax(logits, -1)
+    found = torch.sigmoid(logits)
+    return found / found.sum(-1, keepdim=True).clamp_min(torch.finfo(found.dtype).tiny) if shares else found

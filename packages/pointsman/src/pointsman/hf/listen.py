@@ -15,7 +15,7 @@ from pointsman._errors import did_you_mean
 from pointsman.hf.counterpart import correction_bias
 from pointsman.hf.gates import candidates, no_gate, survey
 from pointsman.hf.given import Given
-from pointsman.hf.layouts import Form, NotAGateError, read_any
+from pointsman.hf.layouts import Form, NotAGateError, full_scores, read_any
 from pointsman.recording import KNOWN, Listened
 from pointsman.routing import Routing
 
@@ -91,18 +91,13 @@ class GateListener:
         observe(layer, routing, context, flat)
 
     def routing(self, name: str, gate: nn.Module, output: Any, tokens: int) -> Routing:
-        """A gate's output as a Routing. If its scores are unknown, `probs` is the softmax of the logits."""
+        """A gate's output as a Routing."""
         known = self.found.get(name)
         form: Form | None = None if known is None else known.form
         block = self.model if known is None else known.block
         logits, weights, experts = (one.detach() for one in read_any(form, gate, block, output, tokens))
         logits = logits.float()
-        if bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < 1e-3).all()):
-            probs = logits  # a few classes return probabilities instead of logits
-        else:
-            sigmoid = form is not None and form.kind == "sigmoid"
-            probs = torch.sigmoid(logits) if sigmoid else torch.softmax(logits, -1)
-        return Routing(experts.long(), weights.float(), probs, logits)
+        return Routing(experts.long(), weights.float(), full_scores(form, logits, weights, experts), logits)
 
 
 def freeze(model: nn.Module, roles: Sequence[str]) -> None:
