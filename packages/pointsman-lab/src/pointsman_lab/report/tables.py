@@ -160,7 +160,7 @@ class ComparisonTable(Forms):
     @property
     def varies(self) -> bool:
         """Whether some row's tokens do not all get k experts, or not the largest k: a column then says how many."""
-        most = max(self.top_k, default=0)
+        most = max((k for row in self.rows for k in row.experts), default=0)
         of = ((k if k < max(row.experts) else most, one.mean) for row in self.rows for k, one in row.experts.items())
         return any(mean is not None and abs(mean - k) > 1e-6 for k, mean in of)
 
