@@ -79,7 +79,7 @@ def test_a_name_that_python_takes_for_ascii_is_not_called_damaged(tmp_path: Path
         ([*COMPARE, "--set", "model.router=xmoe"], "--set model.router has no effect"),
         ([*COMPARE, "--tune", "seed=5,6"], "--tune seed: all rows share it"),
         ([*COMPARE, "--tune", "eval_tokens=5,6"], "--tune eval_tokens: all rows share it"),
-        ([*COMPARE, "--preset", "tiny-mlm", "--tune", "segment_length=64,128"], "--tune segment_length: all rows"),
+        ([*COMPARE, "--preset", "tiny-mlm", "--tune", "mask_rate=0.1,0.2"], "--tune mask_rate: all rows share it"),
         ([*COMPARE, "--device", "tpu9"], "cpu, cuda"),
         ([*COMPARE, "--device", "meta"], "allowed here is cpu"),
         (["train", "hyperrouter-enwik8-smal"], "did you mean 'hyperrouter-enwik8-small'"),

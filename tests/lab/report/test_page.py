@@ -189,6 +189,15 @@ def test_rows_with_settings_of_their_own_are_told(tmp_path: Path) -> None:
         "router lr scale: 1 (smoe), 4 (xmoe).",
         "thor: not tuned, among rows that are: a difference to them may be one of the settings alone.",
     ]
+    assert pairing(comparison)[0].startswith("Apart from what the settings named below change, rows of one seed see")
+    assert "same seed and data order;" in ComparisonTable.of(comparison).text()
+    plan["tuned"]["xmoe"]["model.dim"] = "32"
+    (path / "comparison.json").write_text(json.dumps(plan))
+    for config in path.glob("runs/r1/*/config.json"):
+        config.write_text(config.read_text().replace('"dim": 64', '"dim": 32'))
+    told = " ".join(pairing(read_comparison(path)))
+    assert "These runs differ in model · dim: 64 (smoe, thor), 32 (xmoe): their differences are not those" in told
+    assert "agree" not in told
     assert dict(settings(comparison))["learning rate"] == "0.001 (smoe, thor), 0.02 (xmoe)"
     assert dict(settings(comparison))["steps"] == "400"
 

@@ -103,7 +103,11 @@ def test_rows_of_the_comparison_keep_their_settings_and_their_curves(tune: Tune,
     assert not tune.rounds
 
 
-@pytest.mark.parametrize("key", ["data", "tokenizer", "start_from", "seed", "steps", "model.router", "validate_every"])
+@pytest.mark.parametrize(
+    "key",
+    ["data", "tokenizer", "start_from", "seed", "steps", "model.router", "validate_every", "batch_size", "accumulation",
+     "segment_length"],
+)  # fmt: skip
 def test_what_all_rows_share_is_refused(tune: Tune, key: str) -> None:
     with pytest.raises(RunError, match=rf"--tune {key}: all rows share it; use --set or its flag"):
         tune("smoe", f"{key}=3,4")

@@ -133,15 +133,17 @@ def pairing(comparison: Comparison) -> list[str]:
     """What all rows share, and which rows cannot be paired fully."""
     if comparison.single:
         return []
+    told = {name: _of_rows(values) for name, values in differing(comparison).items()}
     found = [
-        "Rows of one seed see the same batches in the same order, start from the same weights outside the router, and "
-        "drop the same activations: each step seeds the default generator from (seed, step)."
+        f"{'Apart from what the settings named below change, r' if told else 'R'}ows of one seed see the same batches "
+        "in the same order, start from the same weights outside the router, and drop the same activations: each step "
+        "seeds the default generator from (seed, step)."
     ]
     random = [router for router in comparison.routers if stochastic(router)]
     if random:
         found.append(
             f"{', '.join(random)}: draws random numbers while training, so that later dropout masks of a step differ "
-            "from those of the other rows; data order and initial weights still agree."
+            "from those of the other rows."
         )
     from pointsman.routers.frame.entries import BASELINES
 
@@ -149,10 +151,9 @@ def pairing(comparison: Comparison) -> list[str]:
     if dense:
         found.append(
             f"{', '.join(dense)}: no experts, so that the feed-forward weights and their dropout masks have no "
-            "counterpart in the other rows; data order and the remaining initial weights still agree."
+            "counterpart in the other rows."
         )
-    chosen = {key for of in comparison.tuned.values() for key in of}
-    told = {name: _of_rows(values) for name, values in differing(comparison).items()}
+    chosen = {key for of in comparison.tuned.values() for key in of if not key.startswith("model.")}
     if other := [f"{_words(name)}: {values}" for name, values in told.items() if name not in chosen]:
         found.append(f"These runs differ in {'; '.join(other)}: their differences are not those of the router alone.")
     if comparison.tuned:

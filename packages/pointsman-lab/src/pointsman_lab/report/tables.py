@@ -222,7 +222,7 @@ class ComparisonTable(Forms):
         intervals = {one.comparisons for of in paired.values() for one in of.values() if one.enough}
         caption = (
             f"Paired differences to {self.label(self.baseline)} in {self.metric.label} ({self.metric.direction}): same "
-            "seed, data order and initial weights; mean"
+            "seed and data order; mean"
         )
         if intervals:
             caption += (

@@ -30,8 +30,8 @@ SEEDS = (1000, 1001, 1002)
 SHARES = (4, 2, 1)
 """A round trains for one part in so many of the steps. After the first the better half of a row's choices goes on,
 after the second at most four; the last has all steps, since fewer favour higher rates."""
-SHARED = {"data", "tokenizer", "pieces", "language_exponent", "start_from", "seed", "steps", "model.router"}
-"""Settings that the rows of a comparison have in common, besides those that touch no weight."""
+SHARED = {"data", "batch_size", "accumulation", "segment_length", "seed", "steps", "model.router"}
+"""Settings that all rows have in common, besides those of their task (how it reads data) and those without effect."""
 ROUTER = "router_lr_scale"
 CURVE = "tuning.json"
 Choice = tuple[tuple[str, str], ...]
@@ -102,8 +102,7 @@ def tuned(
     """
     if shared_seeds := sorted({*SEEDS} & {*plan.seeds}):
         raise RunError(f"--tune uses seed {shared_seeds[0]}, which is then no seed of a result: fewer --seeds")
-    every, shared = choices(told), SHARED | without_effect(plan.base.model.family)
-    shared |= {"segment_length"} if "mask_rate" in plan.base.own else set()  # its text is cut into blocks once
+    every, shared = choices(told), SHARED | plan.base.own.keys() | without_effect(plan.base.model.family)
     if common := [key for key, _ in every[0] if key in shared]:
         raise RunError(f"--tune {common[0]}: all rows share it; use --set or its flag")
     file = out.with_name(f"{out.name}-tuning") / CURVE
