@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from pointsman_lab.data.download import DataProgress, download
 from pointsman_lab.data.reading import Reader, check_md5, reading
 from pointsman_lab.data.sources import Source, local_source
 from pointsman_lab.data.subwords import PIECES, learn_pieces, number_of_pieces, open_tokenizer
-from pointsman_lab.data.vocabulary import IdArray, Vocabulary, count_words
+from pointsman_lab.data.vocabulary import IdArray, Vocabulary, split_words
 
 
 @dataclass(frozen=True)
@@ -172,43 +172,28 @@ class _Build:
         vocabulary = self.vocabulary or self._vocabulary()
         unknown = dict.fromkeys(source.parts, 0)
         blocks: dict[str, list[IdArray]] = {split: [] for split in source.parts}
-        done = 0
-        with Reader() as reader:
-            for split, spans in source.parts.items():
-                for span in spans:
-                    for block in reader.blocks(span, self.source.level):
-                        ids, unknown_here = vocabulary.encode_compact(self._prepared(block))
-                        blocks[split].append(ids)
-                        unknown[split] += unknown_here
-                        done += len(block)
-                        self._report("tokenizing", done, source.size)
+        for split, block in self._blocks("tokenizing", source.parts, source.size):
+            ids, unknown_here = vocabulary.encode_compact(block)
+            blocks[split].append(ids)
+            unknown[split] += unknown_here
         self._report("tokenizing", source.size, source.size)
         return Tokens.of(vocabulary, blocks, unknown)
 
     def _vocabulary(self) -> Vocabulary:
         """Built from the training split; at byte level it includes the bytes of all splits and is lossless."""
-        if self.source.level != "byte" and "train" not in self.source.parts:
+        splits = list(self.source.parts) if self.source.level == "byte" else ["train"]
+        if "train" in splits and "train" not in self.source.parts:
             reason = f"a {self.source.level}-level vocabulary comes from it (or from a trained run, in evaluation)"
             raise RunError(f"{self.source.no_part('train')}; {reason}")
         if self.pieces:
             return learn_pieces(self._sentences(), self.pieces)
-        seen: dict[str, np.ndarray[tuple[int], np.dtype[np.bool_]]] = {}
+        seen = {split: np.zeros(256, dtype=np.bool_) for split in splits}
         words: Counter[str] = Counter()
-        done = 0
-        with Reader() as reader:
-            for split, spans in self.source.parts.items():
-                if self.source.level != "byte" and split != "train":
-                    continue
-                here = seen.setdefault(split, np.zeros(256, dtype=np.bool_))
-                for span in spans:
-                    for block in reader.blocks(span, self.source.level):
-                        done += len(block)
-                        block = self._prepared(block)
-                        if isinstance(block, bytes):
-                            here[np.frombuffer(block, dtype=np.uint8)] = True
-                        else:
-                            count_words(block, words, keep_newlines=self.keep_newlines)
-                        self._report("reading", done, self.source.size)
+        for split, block in self._blocks("reading", splits, self.source.size):
+            if isinstance(block, bytes):
+                seen[split][np.frombuffer(block, dtype=np.uint8)] = True
+            else:
+                words.update(split_words(block, keep_newlines=self.keep_newlines))
         if self.source.level == "word":
             return Vocabulary.of_words(words)
         values = {split: [int(value) for value in np.flatnonzero(here)] for split, here in seen.items()}
@@ -219,17 +204,24 @@ class _Build:
     def _sentences(self) -> Iterator[str]:
         """The lines of the training split's start, with their ends; long ones in parts."""
         done = 0
+        for _, text in self._blocks("learning pieces from", ["train"], LEARN_FROM):
+            assert isinstance(text, str)
+            for line in text.splitlines(keepends=True):
+                yield from (line[start : start + SENTENCE] for start in range(0, len(line), SENTENCE))
+            done += len(text)
+            if done >= LEARN_FROM:
+                return
+
+    def _blocks(self, what: str, splits: Iterable[str], total: int) -> Iterator[tuple[str, bytes | str]]:
+        """(split, prepared block) of the text of these splits; `total` is for the progress."""
+        done = 0
         with Reader() as reader:
-            for span in self.source.parts["train"]:
-                for block in reader.blocks(span, self.source.level):
-                    text = self._prepared(block)
-                    assert isinstance(text, str)
-                    for line in text.splitlines(keepends=True):
-                        yield from (line[start : start + SENTENCE] for start in range(0, len(line), SENTENCE))
-                    done += len(text)
-                    self._report("learning pieces from", done, LEARN_FROM)
-                    if done >= LEARN_FROM:
-                        return
+            for split in splits:
+                for span in self.source.parts[split]:
+                    for block in reader.blocks(span, self.source.level):
+                        yield split, self._prepared(block)
+                        done += len(block)
+                        self._report(what, done, total)
 
     def _prepared(self, block: bytes | str) -> bytes | str:
         if self.keep_newlines:

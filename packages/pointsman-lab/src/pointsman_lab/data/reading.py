@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import hashlib
 import io
 import os
+import re
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -19,8 +21,6 @@ from pointsman_lab._files import open_named, open_ordinary
 from pointsman_lab.data.catalog import Level
 
 BLOCK = 1 << 22
-_WHITE_SPACE = b" \t\n\r\v\f"
-_LONGEST_CHARACTER = 4
 
 
 @dataclass(frozen=True)
@@ -173,9 +173,8 @@ def align(path: Path, position: int, size: int, level: Level) -> int:
     with reading(path), open_named(path) as file:
         file.seek(position - 1)
         while block := file.read(1 << 16):
-            for i, byte in enumerate(block):
-                if byte in _WHITE_SPACE:
-                    return file.tell() - len(block) + i + 1
+            if space := re.search(rb"\s", block):
+                return file.tell() - len(block) + space.end()
     return size
 
 
@@ -184,10 +183,4 @@ def _last_boundary(block: bytes, level: Level) -> int:
         return max(block.rfind(b" "), block.rfind(b"\n")) + 1
     if level == "subword" and b"\n" in block:
         return block.rfind(b"\n") + 1
-    for back in range(1, min(_LONGEST_CHARACTER, len(block)) + 1):
-        byte = block[-back]
-        if byte & 0xC0 == 0x80:  # a continuation: the character begins earlier
-            continue
-        length = 1 if byte < 0x80 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-        return len(block) - back if length > back else len(block)
-    return len(block)
+    return codecs.utf_8_decode(block, "ignore", False)[1]  # up to the last whole character

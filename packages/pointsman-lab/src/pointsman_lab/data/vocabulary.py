@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -220,8 +219,3 @@ class Vocabulary(Symbols):
 def split_words(text: str, *, keep_newlines: bool) -> list[str]:
     """Words, split at white space; if newlines are kept, each one becomes the word `<eos>`."""
     return (text.replace("\n", f" {END_OF_LINE} ") if keep_newlines else text).split()
-
-
-def count_words(text: str, counts: Counter[str], *, keep_newlines: bool) -> None:
-    """Adds the words of the text to the counts."""
-    counts.update(split_words(text, keep_newlines=keep_newlines))
