@@ -9,6 +9,7 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -41,50 +42,48 @@ def download(name: str, folder: Path, progress: DataProgress | None = None) -> N
     except OSError as error:
         raise RunError(f"{name} cannot be downloaded: {target} cannot be created: {error.strerror}") from None
     if name in PAGES:
-        from_address(name, PAGES[name], target / f"{name}.zip", progress)
-    else:
-        _from_hub(name, target, progress)
+        _from_page(name, target / f"{name}.zip", progress)
+        return
+    for split, expected in WIKITEXT_TOKENS[name].items():
+        path = target / CORPORA[name].parts[split]
+        if not path.exists():
+            _from_hub(name, split, expected, path, progress)
 
 
-def from_address(name: str, address: str, path: Path, progress: DataProgress | None) -> None:
+def _from_page(name: str, path: Path, progress: DataProgress | None) -> None:
     """Downloads the file of `name`, whose text has the size and MD5 of the catalog."""
-    size, md5 = sum(CORPORA[name].sizes), CORPORA[name].md5
-
-    def write(aside: Path) -> None:
-        with urlopen(address, timeout=_TIMEOUT_SECONDS) as answer, open_new(aside) as file:
+    size = sum(CORPORA[name].sizes)
+    with _aside(name, path) as aside:
+        with urlopen(PAGES[name], timeout=_TIMEOUT_SECONDS) as answer, open_new(aside) as file:
             total = int(answer.headers.get("Content-Length") or 0)
             done = 0
             while block := answer.read(BLOCK):
                 file.write(block)
                 done += len(block)
                 if progress:
-                    progress(f"downloading {path.name.removesuffix('.zip')}", done, total)
-        for done in check_md5(aside, size, md5):
+                    progress(f"downloading {name}", done, total)
+        for done in check_md5(aside, size, CORPORA[name].md5):
             if progress:
-                progress(f"checking {path.name.removesuffix('.zip')}", done, size)
-
-    _write_aside(name, path, write)
+                progress(f"checking {name}", done, size)
 
 
-def _from_hub(name: str, target: Path, progress: DataProgress | None) -> None:
-    for split, expected in WIKITEXT_TOKENS[name].items():
-
-        def write(path: Path, split: str = split, expected: int = expected) -> None:
-            rows = hub_rows(name, f"{name}-v1", _HUB_SPLITS[split])
-            tokens = 0
-            with open_new(path) as file:
-                for line in _lines(rows, f"reading {name} {split}", progress):
-                    file.write(line.encode() + b"\n")
-                    tokens += len(line.split()) + 1
-            if tokens != expected:
-                raise RunError(f"{name} {split} from the hub has {tokens:,} tokens, expected {expected:,}")
-
-        path = target / CORPORA[name].parts[split]
-        if not path.exists():
-            _write_aside(name, path, write)
+def _from_hub(name: str, split: str, expected: int, path: Path, progress: DataProgress | None) -> None:
+    """Writes the published file of a split: one line per row, blank lines as empty text."""
+    with _aside(name, path) as aside:
+        rows = _hub_rows(name, f"{name}-v1", _HUB_SPLITS[split])
+        tokens, total = 0, len(rows)
+        with open_new(aside) as file:
+            for done, row in enumerate(rows, start=1):
+                line = str(row["text"]).removesuffix("\n")
+                file.write(line.encode() + b"\n")
+                tokens += len(line.split()) + 1
+                if progress and done % 1000 == 0:
+                    progress(f"reading {name} {split}", done, total)
+        if tokens != expected:
+            raise RunError(f"{name} {split} from the hub has {tokens:,} tokens, expected {expected:,}")
 
 
-def hub_rows(name: str, config: str, split: str) -> Any:
+def _hub_rows(name: str, config: str, split: str) -> Any:
     """The rows of one split of WikiText from the Hugging Face hub, without its library's warnings about retries."""
     with needing(f"{name} {NOT_HERE}, and the hub needs", "hf"):
         import datasets
@@ -93,30 +92,18 @@ def hub_rows(name: str, config: str, split: str) -> Any:
     logger.setLevel(logging.ERROR)
     try:
         return datasets.load_dataset(WIKITEXT_REPOSITORY, config, split=split)
-    except Exception as error:  # without a network, the hub's libraries raise their own types
-        if isinstance(error, OSError) and error.errno in (*NO_SPACE, errno.EACCES):
-            raise
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise RunError(f"{name} {NOT_HERE} and cannot be downloaded (no network?): {reason}") from None
     finally:
         logger.setLevel(level)
 
 
-def _lines(rows: Any, what: str, progress: DataProgress | None) -> Iterator[str]:
-    """The lines of the published file: one per row, blank lines as empty text."""
-    total = len(rows)
-    for done, row in enumerate(rows, start=1):
-        yield str(row["text"]).removesuffix("\n")
-        if progress and done % 1000 == 0:
-            progress(what, done, total)
-
-
-def _write_aside(name: str, path: Path, write: Callable[[Path], None]) -> None:
+@contextmanager
+def _aside(name: str, path: Path) -> Iterator[Path]:
+    """A scratch file that takes the place of `path` once it is whole; errors tell what failed of the download."""
     aside = path
     try:
         with scratch_folder(path.parent) as folder:
             aside = folder / path.name
-            write(aside)
+            yield aside
             with open_named(aside) as file:
                 os.fsync(file.fileno())
             aside.replace(path)

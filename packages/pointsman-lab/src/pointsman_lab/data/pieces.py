@@ -50,10 +50,9 @@ class Pieces(Symbols):
         except (RuntimeError, TypeError) as error:
             raise RunError(f"not a SentencePiece model: {error}") from None
         special = (processor.bos_id(), processor.pad_id(), processor.eos_id(), processor.unk_id())
-        self.published = special == _PUBLISHED and processor.piece_to_id(MASK) == processor.unk_id()
-        if not self.published and (
-            special != (START, PAD, END, UNKNOWN) or processor.piece_to_id(MASK) == processor.unk_id()
-        ):
+        has_mask = processor.piece_to_id(MASK) != processor.unk_id()
+        self.published = special == _PUBLISHED and not has_mask
+        if not self.published and (special != (START, PAD, END, UNKNOWN) or not has_mask):
             raise RunError(
                 f"the SentencePiece model has <s>, <pad>, </s>, <unk> at {special} and needs them at (0, 1, 2, 3), "
                 f"with a piece {MASK}, or, as XLM-R's, at {_PUBLISHED} without one"
