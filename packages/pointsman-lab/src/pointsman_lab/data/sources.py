@@ -17,7 +17,7 @@ from pointsman_lab.data.catalog import CORPORA, SPLITS, DataSpec, Level, percent
 from pointsman_lab.data.reading import Span, align, reading
 
 _PACKED = (".gz", ".zip", ".bz2", ".xz", ".zst", ".7z", ".tar", ".tgz", ".parquet")
-_PART_STEMS = {
+PART_STEMS = {
     **dict.fromkeys(("train", "training", "wiki.train"), "train"),
     **dict.fromkeys(("valid", "validation", "val", "dev", "wiki.valid"), "valid"),
     **dict.fromkeys(("test", "wiki.test"), "test"),
@@ -160,7 +160,7 @@ def _folder(folder: Path, forced: Level | None) -> Source:
     level = forced or ("word" if files[0].suffix == ".tokens" else "byte")
     parts: dict[str, Path] = {}
     for path in files:
-        split = _PART_STEMS.get(path.stem.lower()) if path.parent == folder else None
+        split = PART_STEMS.get(path.stem.lower()) if path.parent == folder else None
         if split in parts:
             raise RunError(f"the folder {folder} has two {split} files: {parts[split].name} and {path.name}")
         if split:

@@ -41,21 +41,20 @@ class Encoded:
         """The first `count` examples."""
         return Encoded(self.rows[:count], self.labels[:count], self.truncated, self.unknown)
 
-    def within(self, tokens: int | None) -> NDArray[np.int64]:
-        """Indices of texts with at most `tokens` tokens in total, at least one text; None: of all texts.
-
-        The texts are drawn with a fixed seed, so that every model is evaluated on the same ones.
-        """
-        if tokens is None:
-            return np.arange(len(self), dtype=np.int64)
-        order = np.random.default_rng(0).permutation(len(self))
-        total = np.cumsum([len(self.rows[place]) for place in order])
-        return np.sort(order[: max(1, int(np.searchsorted(total, tokens, side="right")))])
-
     def take(self, places: NDArray[np.int64]) -> Encoded:
         """The examples with these indices."""
         rows = tuple(self.rows[place] for place in places)
         return Encoded(rows, self.labels[places], self.truncated, self.unknown)
+
+
+def drawn_within(sizes: Sequence[int] | NDArray[Any], most: int) -> NDArray[np.int64]:
+    """Indices of texts of these sizes with at most `most` tokens in total, at least one text.
+
+    The texts are drawn with a fixed seed, so that every model is evaluated on the same ones.
+    """
+    order = np.random.default_rng(0).permutation(len(sizes))
+    total = np.cumsum(np.asarray(sizes)[order])
+    return np.sort(order[: max(1, int(np.searchsorted(total, most, side="right")))])
 
 
 @dataclass(frozen=True)

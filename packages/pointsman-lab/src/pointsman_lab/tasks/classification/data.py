@@ -14,13 +14,9 @@ from types import MappingProxyType
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._files import user_path
 from pointsman_lab.data.catalog import percent
+from pointsman_lab.data.sources import PART_STEMS
 from pointsman_lab.tasks.classification.files import Columns, LabelledText, format_of, read_labelled
 
-_STEMS = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("valid", "validation", "val", "dev"), "valid"),
-    "test": "test",
-}
 _OPTION = re.compile(r":(?=(?:text|label)=)")
 
 
@@ -167,7 +163,7 @@ def _named(name: str, known: KnownTask, data_dir: Path | None) -> LabelledTexts:
 def _from_folder(folder: Path, columns: Columns) -> LabelledTexts:
     files: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
-        split = _STEMS.get(path.name.split(".")[0].lower())
+        split = PART_STEMS.get(path.name.split(".")[0].lower())
         if split and format_of(path) and path.is_file():
             if split in files:
                 raise RunError(f"the folder {folder} has two {split} files: {files[split].name} and {path.name}")

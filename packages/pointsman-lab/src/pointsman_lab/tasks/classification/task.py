@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pointsman._errors import RunError
 from pointsman_lab.data.catalog import data_folder
-from pointsman_lab.data.task_streams import Encoded, TaskStream, eval_batches
+from pointsman_lab.data.task_streams import Encoded, TaskStream, drawn_within, eval_batches
 from pointsman_lab.data.vocabulary import IdArray, Vocabulary
 from pointsman_lab.evaluation.passes import EvaluationContext, Pass, evaluated
 from pointsman_lab.finetuning.settings import Defaults, Finetuning
@@ -74,7 +74,9 @@ class Classification(FineTuning):
     def scored(self, split: str, config: RunConfig) -> Encoded:
         """The examples of a part that an evaluation reads: all, or what `eval_tokens` allows."""
         encoded = self.encoded(split, config.segment_length)
-        return encoded if config.eval_tokens is None else encoded.take(encoded.within(config.eval_tokens))
+        if config.eval_tokens is None:
+            return encoded
+        return encoded.take(drawn_within([len(row) for row in encoded.rows], config.eval_tokens))
 
     def remarks(self, config: RunConfig) -> list[str]:
         """What a user must know before the run."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from pointsman._errors import RunError
 from pointsman_lab.data.pieces import END, START, UNKNOWN, Pieces
 from pointsman_lab.data.streams import IGNORE
-from pointsman_lab.data.task_streams import Encoded
+from pointsman_lab.data.task_streams import Encoded, drawn_within
 from pointsman_lab.tasks.crosslingual.formats import Pair, Question, Tagged
 from pointsman_lab.tasks.crosslingual.scores import Prediction, Score, mean_error
 from pointsman_lab.tasks.crosslingual.xtreme import Item
@@ -45,14 +45,9 @@ class Features:
     words: Sequence[Ids] = field(default_factory=tuple)
     offsets: Sequence[Ids] = field(default_factory=tuple)
 
-    def within(self, tokens: int | None) -> NDArray[np.int64]:
-        """The items whose rows have at most about `tokens` pieces together, drawn with a fixed seed; None: all."""
-        count = int(self.items.max()) + 1
-        if tokens is None:
-            return np.arange(count)
-        sizes = np.bincount(self.items, [len(row) for row in self.encoded.rows], count)
-        order = np.random.default_rng(0).permutation(count)
-        return np.sort(order[: max(1, int(np.searchsorted(np.cumsum(sizes[order]), tokens, side="right")))])
+    def within(self, tokens: int) -> NDArray[np.int64]:
+        """The items whose rows have at most about `tokens` pieces together, drawn with a fixed seed."""
+        return drawn_within(np.bincount(self.items, [len(row) for row in self.encoded.rows]), tokens)
 
 
 def features(items: Sequence[Item], pieces: Pieces, length: int, classes: Mapping[str, int]) -> Features:
