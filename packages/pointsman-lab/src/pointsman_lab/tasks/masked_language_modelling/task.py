@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,36 +31,23 @@ SCORED = Masking()
 """What is masked in evaluation, whatever training masks: 15 %, of these 80 % `<mask>`, 10 % random, 10 % unchanged."""
 
 
-@dataclass(frozen=True)
-class MaskedBatch:
-    """inputs [b, T] (-1 = padding) and targets [b, T] (-100 = none) of one language."""
-
-    language: str
-    inputs: Tensor
-    targets: Tensor
-
-
-def scored_blocks(text: PackedText, tokens: int | None) -> dict[str, list[int]]:
-    """language -> numbers of the validation blocks that are scored: all, or about `tokens` places, evenly spaced."""
-    places = sum(blocks.size for blocks in text.valid.values())
-    share = 1.0 if tokens is None else min(1.0, tokens / places)
-    chosen = {}
-    for language, blocks in text.valid.items():
-        count = max(1, round(share * len(blocks)))
-        chosen[language] = np.linspace(0, len(blocks) - 1, count).round().astype(int).tolist()
-    return chosen
-
-
 def masked_batches(
     text: PackedText, batch_size: int, device: torch.device | str, tokens: int | None = None
-) -> list[MaskedBatch]:
-    """The validation blocks with their fixed masks."""
-    return [
-        MaskedBatch(language, inputs.to(device), targets.to(device))
-        for language, numbers in scored_blocks(text, tokens).items()
-        for first in range(0, len(numbers), batch_size)
-        for inputs, targets in [validation_batch(text, language, numbers[first : first + batch_size], SCORED)]
-    ]
+) -> list[Batch]:
+    """The validation blocks with their fixed masks: all, or about `tokens` places, evenly spaced.
+
+    Inputs [b, T] (-1 = padding) and targets [b, T] (-100 = none) are of one language each, the batch's group.
+    """
+    places = sum(blocks.size for blocks in text.valid.values())
+    share = 1.0 if tokens is None else min(1.0, tokens / places)
+    batches = []
+    for group, (language, blocks) in enumerate(text.valid.items()):
+        numbers = np.linspace(0, len(blocks) - 1, max(1, round(share * len(blocks)))).round().astype(int).tolist()
+        for first in range(0, len(numbers), batch_size):
+            both = validation_batch(text, language, numbers[first : first + batch_size], SCORED)
+            inputs, targets = (one.to(device) for one in both)
+            batches.append(Batch(inputs, targets, inputs >= 0, group))
+    return batches
 
 
 def _figures(nats: float, characters: float, masked: float) -> dict[str, Any]:
@@ -83,12 +69,7 @@ def _pooled(sums: Mapping[str, Tensor], shares: Mapping[str, float]) -> dict[str
     of = sum(shares[language] for language, total in sums.items() if float(total[2]))
     nats = sum(weight * each for weight, each, _ in weighted) / of
     letters = sum(weight * each for weight, _, each in weighted) / of
-    return {
-        "nats": nats,
-        "value": perplexity(nats),
-        "nats_per_character": nats / letters if letters else None,
-        "masked": sum(int(total[2]) for total in sums.values()),
-    }
+    return {**_figures(nats, letters, 1), "masked": sum(int(total[2]) for total in sums.values())}
 
 
 def perplexity(nats: float) -> float | None:
@@ -122,7 +103,7 @@ class MaskedLanguageModelling(Task):
 
         Otherwise in those that the settings name, those of the model that training starts from, or learned ones.
         """
-        check(config)
+        cls.check(config)
         if vocabulary is None and (source := config.own["tokenizer"] or config.own["start_from"]):
             vocabulary = open_pieces(user_path(source))
         return cls(
@@ -133,8 +114,15 @@ class MaskedLanguageModelling(Task):
             )
         )  # fmt: skip
 
-    def check(self, config: RunConfig) -> None:
-        check(config)
+    @staticmethod
+    def check(config: RunConfig) -> None:
+        """Refuses settings that no text can be read with."""
+        masking(config)
+        if not config.own["mask_rate"]:
+            raise RunError("mask_rate=0: nothing would be learned; allowed are numbers above 0 to 1")
+        model, length = config.model, config.segment_length
+        if isinstance(model, EncoderConfig) and model.positions == "learned" and length > model.max_length:
+            raise RunError(f"segment_length={length}: model.max_length is {model.max_length}")
 
     def started(self, config: RunConfig) -> tuple[Any, str]:
         from pointsman_lab.tasks.masked_language_modelling.start import started
@@ -176,22 +164,24 @@ class MaskedLanguageModelling(Task):
         ranks = ALONE if draws(model) else context.ranks
 
         def one_pass(one: Pass) -> dict[str, Any]:
-            sums = {language: torch.zeros(3, dtype=torch.float64, device=device) for language in self.text.valid}
+            sums = [torch.zeros(3, dtype=torch.float64, device=device) for _ in self.text.valid]
             read = 0
             for batch, counts in one.share(batches):
+                assert batch.targets is not None
+                assert batch.group is not None
                 real = batch.inputs >= 0
                 with one.forward(real.reshape(-1), counts=counts):
                     nats: Tensor = model(batch.inputs, batch.targets)
                 if counts:
                     read += int(real.sum())
                     masked = batch.targets[batch.targets >= 0]
-                    sums[batch.language] += torch.stack(
+                    sums[batch.group] += torch.stack(
                         [nats.double().sum(), characters[masked].sum().double(), nats.new_tensor(len(masked)).double()]
                     )
-            *summed, places = ranks.total(*sums.values(), torch.tensor(read, device=device))
-            sums = dict(zip(sums, summed, strict=True))
-            languages = {language: _figures(*total.tolist()) for language, total in sums.items()}
-            return {"metric": "perplexity", **_pooled(sums, drawn), "tokens": int(places), "languages": languages}
+            *summed, places = ranks.total(*sums, torch.tensor(read, device=device))
+            of = dict(zip(self.text.valid, summed, strict=True))
+            languages = {language: _figures(*total.tolist()) for language, total in of.items()}
+            return {"metric": "perplexity", **_pooled(of, drawn), "tokens": int(places), "languages": languages}
 
         return evaluated(model, top_k, one_pass, split=split, batches=len(batches), how=context, ranks=ranks)
 
@@ -209,22 +199,18 @@ class MaskedLanguageModelling(Task):
     def observed(self, config: RunConfig, split: str, tokens: int | None, device: torch.device) -> Observed:
         """The validation blocks with their fixed masks; groups are languages."""
         self._check_split(split)
-        found = masked_batches(self.text, config.eval_batch_size, device, tokens)
-        names = tuple(self.text.valid)
-        batches = [
-            Batch(one.inputs, one.targets, one.inputs >= 0, names.index(one.language)) for one in found
-        ]  # fmt: skip
+        batches = masked_batches(self.text, config.eval_batch_size, device, tokens)
 
         def read(model: nn.Module, batch: Batch) -> Tensor:
             with autocast(config, device):
                 total: Tensor = model(batch.inputs, batch.targets).sum()
             return total
 
-        read_tokens = sum(int((one.inputs >= 0).sum()) for one in found)
+        read_tokens = sum(int((one.inputs >= 0).sum()) for one in batches)
         protocol = {
             "data": self.text.description, "split": split, "tokens": read_tokens, "block_length": config.segment_length
         }  # fmt: skip
-        return Observed(batches, len(batches), lambda: read, protocol, names)
+        return Observed(batches, len(batches), lambda: read, protocol, tuple(self.text.valid))
 
     def stretch(self, config: RunConfig, tokens: int) -> list[NDArray[np.int64]]:
         """Validation blocks without masks, of each language alike."""
@@ -244,16 +230,6 @@ class MaskedLanguageModelling(Task):
 def masking(config: RunConfig) -> Masking:
     """What training masks."""
     return Masking(*(config.own[name] for name in ("mask_rate", "mask_token_share", "random_share")))
-
-
-def check(config: RunConfig) -> None:
-    """Refuses settings that no text can be read with."""
-    masking(config)
-    if not config.own["mask_rate"]:
-        raise RunError("mask_rate=0: nothing would be learned; allowed are numbers above 0 to 1")
-    model = config.model
-    if isinstance(model, EncoderConfig) and model.positions == "learned" and config.segment_length > model.max_length:
-        raise RunError(f"segment_length={config.segment_length}: model.max_length is {model.max_length}")
 
 
 def masked_loss(model: Encoder, inputs: Tensor, targets: Tensor, memory: Memory | None, length: int) -> Outcome:

@@ -39,14 +39,8 @@ FORMAT = 5
 
 def read_text(spec: str, data_dir: Path | None = None) -> MultilingualText:
     """Reads `multilingual:PATH[:languages=en+de]` or `xtreme-text[:languages=en+de]`."""
-    check_spec(spec, data_dir)
-    body, _, option = spec.partition(":languages=")
-    wanted = tuple(filter(None, option.split("+")))
-    if body == "xtreme-text":
-        assert data_dir is not None, "check_spec"
-        text = _xtreme_text(data_dir)
-    else:
-        text = _folder(user_path(body.partition(":")[2]))
+    kind, folder, wanted = _parsed(spec, data_dir)
+    text = _xtreme_text(folder) if kind == "xtreme-text" else _folder(folder)
     for language in wanted:
         if language not in text.train:
             raise RunError(f"data {spec!r}: no text in {language!r}: {did_you_mean(language, text.train)}")
@@ -59,20 +53,23 @@ def read_text(spec: str, data_dir: Path | None = None) -> MultilingualText:
     )
 
 
-def check_spec(spec: str, data_dir: Path | None) -> None:
-    """Refuses a spec that names no multilingual text, without reading it."""
-    body = spec.partition(":languages=")[0]
+def _parsed(spec: str, data_dir: Path | None) -> tuple[str, Path, tuple[str, ...]]:
+    """(kind, folder of its files, languages); refuses a spec that names no multilingual text, without reading it."""
+    body, _, option = spec.partition(":languages=")
     kind, colon, path = body.partition(":")
+    wanted = tuple(filter(None, option.split("+")))
     if body == "xtreme-text":
         if data_dir is None or not data_dir.is_dir():
             raise RunError("xtreme-text is made from the tasks in the data folder: set POINTSMAN_DATA")
-    elif kind != "multilingual" or not colon:
+        return kind, data_dir, wanted
+    if kind != "multilingual" or not colon:
         raise RunError(
             f"data {spec!r}: a masked language model reads multilingual:PATH or xtreme-text; "
             f"{did_you_mean(kind, ['multilingual', 'xtreme-text'])}"
         )
-    elif not user_path(path).is_dir():
+    if not user_path(path).is_dir():
         raise RunError(f"there is no folder {path}")
+    return kind, user_path(path), wanted
 
 
 def _folder(folder: Path) -> MultilingualText:
@@ -193,8 +190,8 @@ def open_blocks(
 ) -> PackedText:
     """`--data xtreme-text` or `multilingual:PATH` in blocks of `length` pieces."""
     data_dir = data_folder()
-    check_spec(spec, data_dir)
-    how = [FORMAT, spec, length, pieces.digest if pieces else [size, exponent], list(_files(spec, data_dir))]
+    kind, folder, _ = _parsed(spec, data_dir)
+    how = [FORMAT, spec, length, pieces.digest if pieces else [size, exponent], list(_files(kind, folder))]
     key = hashlib.sha256(json.dumps(how).encode()).hexdigest()[:24]
     file = user_cache_folder() / "blocks" / f"{key}.npz"
     if (found := _read(file)) is not None:
@@ -202,7 +199,7 @@ def open_blocks(
 
     def report(what: str, done: int) -> None:
         if progress:
-            progress(f"{what} {spec.partition(':')[0]}", done, 3)
+            progress(f"{what} {kind}", done, 3)
 
     report("reading", 0)
     text = read_text(spec, data_dir)
@@ -218,16 +215,14 @@ def open_blocks(
     return packed
 
 
-def _files(spec: str, data_dir: Path | None) -> Iterator[tuple[str, int, int]]:
+def _files(kind: str, folder: Path) -> Iterator[tuple[str, int, int]]:
     """(path, size, time) of every file that the text comes from."""
-    body = spec.partition(":languages=")[0]
-    if body == "xtreme-text":
-        assert data_dir is not None, "check_spec"
+    if kind == "xtreme-text":
         folders = {source.folder for task in XTREME.values() for source in (task.train, task.test)} | {"multi30k"}
-        places = (task_folder(name, data_dir) for name in sorted(folders))
+        places = (task_folder(name, folder) for name in sorted(folders))
         files = [file for place in places if place for file in sorted(place.rglob("*")) if file.is_file()]
     else:
-        files = sorted(user_path(body.partition(":")[2]).rglob("*.txt*"))
+        files = sorted(folder.rglob("*.txt*"))
     for file in files:
         status = file.stat()
         yield str(file.resolve()), status.st_size, status.st_mtime_ns
