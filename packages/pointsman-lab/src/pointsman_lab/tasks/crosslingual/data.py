@@ -10,10 +10,11 @@ import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab.tasks.crosslingual.formats import Pair, Question, Tagged
@@ -86,7 +87,7 @@ def load_xtreme(spec: str, data_dir: Path | None) -> XtremeData:
     groups = parallel_groups(tests)
     shown = replace(reported, rows={language: tests[language] for language in chosen})
     return XtremeData(
-        name, task.kind, task.labels, splits, {language: tests[language] for language in chosen},
+        name, task.kind, task.labels, splits, shown.rows,
         {language: groups[language] for language in chosen},
         f"{name}: {f'{task.how}; ' if task.how else ''}trained on {trained.described(data_dir)}, of which "
         f"{len(splits['valid']):,} for validation; reported: {shown.described(data_dir)}",
@@ -125,6 +126,7 @@ def parallel_groups(tests: Mapping[str, Sequence[Item]]) -> dict[str, list[str]]
     }
 
 
+Key = TypeVar("Key")
 _SENTENCE = re.compile(r"[^.!?。！？।؟]+[.!?。！？।؟]*")
 
 
@@ -149,13 +151,9 @@ def floors(name: str, train: Sequence[Item], items: Sequence[Item]) -> Mapping[s
         rows = [item for item in train if isinstance(item, Tagged)]
         sentences = [item for item in items if isinstance(item, Tagged)]
         if name.startswith("panx"):
-            known = _gazetteer(rows)
+            known = _commonest((row.words[one.start : one.end], one.kind) for row in rows for one in entities(row.tags))
             return {"gazetteer": [_looked_up(item.words, known) for item in sentences]}
-        counts: dict[str, Counter[str]] = {}
-        for row in rows:
-            for word, tag in zip(row.words, row.tags, strict=True):
-                counts.setdefault(word, Counter())[tag] += 1
-        tags = {word: found.most_common(1)[0][0] for word, found in counts.items()}
+        tags = _commonest(pair for row in rows for pair in zip(row.words, row.tags, strict=True))
         return {"commonest tag": [[tags.get(word, "NOUN") for word in item.words] for item in sentences]}
     return {"nearest sentence": [_nearest(item) for item in items if isinstance(item, Question)]}
 
@@ -183,12 +181,12 @@ class _Bayes:
         return max(sorted(self.classes), key=chance)
 
 
-def _gazetteer(rows: Sequence[Tagged]) -> dict[tuple[str, ...], str]:
-    found: dict[tuple[str, ...], Counter[str]] = {}
-    for row in rows:
-        for entity in entities(row.tags):
-            found.setdefault(row.words[entity.start : entity.end], Counter())[entity.kind] += 1
-    return {words: kinds.most_common(1)[0][0] for words, kinds in found.items()}
+def _commonest(pairs: Iterable[tuple[Key, str]]) -> dict[Key, str]:
+    """Key -> the value that stands most often beside it."""
+    counts: dict[Key, Counter[str]] = {}
+    for key, value in pairs:
+        counts.setdefault(key, Counter())[value] += 1
+    return {key: values.most_common(1)[0][0] for key, values in counts.items()}
 
 
 def _looked_up(words: Sequence[str], known: Mapping[tuple[str, ...], str]) -> list[str]:

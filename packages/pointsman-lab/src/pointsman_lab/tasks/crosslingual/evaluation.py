@@ -198,23 +198,13 @@ def predicted(kind: str, classes: Sequence[str], part: TestPart, outputs: Sequen
     """
     if kind == "pairs":
         return [classes[int(output)] for output in outputs]
-    rows, found = _rows(part), part.rows
+    found, count = part.rows, len(part.rows.items)
+    rows = np.split(np.arange(count), np.flatnonzero(np.diff(found.items)) + 1)  # of each item: they lie in order
     if kind == "questions":
         questions = [item for item in part.items if isinstance(item, Question)]
         return [answer(item, [(outputs[row], found.offsets[row]) for row in rows[place]])
                 for place, item in enumerate(questions)]  # fmt: skip
-    return [
-        [classes[int(tag)] for row in rows[item] for tag in outputs[row][found.words[row]]]
-        for item in range(len(part.items))
-    ]
-
-
-def _rows(part: TestPart) -> dict[int, list[int]]:
-    """Item -> its rows."""
-    rows: dict[int, list[int]] = {}
-    for row, item in enumerate(part.rows.items.tolist()):
-        rows.setdefault(item, []).append(row)
-    return rows
+    return [[classes[int(tag)] for row in own for tag in outputs[row][found.words[row]]] for own in rows]
 
 
 def table(scores: Mapping[str, Score], parts: Mapping[str, TestPart]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def read_tagged(file: Path, tags: Sequence[str] | None, language: str = "") -> l
     sentences: list[Tagged] = []
     words: list[str] = []
     found: list[str] = []
-    for number, line in read_lines(file):
+    for number, line in chain(read_lines(file), [(0, "")]):  # the last sentence ends with the file
         if not line.strip():
             if words:
                 sentences.append(Tagged(tuple(words), tuple(found)))
@@ -144,8 +145,6 @@ def read_tagged(file: Path, tags: Sequence[str] | None, language: str = "") -> l
             raise RunError(f"{file}: line {number}: unknown tag {tag!r}: {did_you_mean(tag, tags)}")
         words.append(word)
         found.append(tag)
-    if words:
-        sentences.append(Tagged(tuple(words), tuple(found)))
     return sentences
 
 

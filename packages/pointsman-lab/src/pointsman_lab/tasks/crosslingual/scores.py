@@ -25,7 +25,7 @@ import string
 import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,7 +53,6 @@ _ARTICLES = {
 _PUNCTUATION = {chr(code) for code in range(sys.maxunicode) if unicodedata.category(chr(code)).startswith("P")} | set(
     string.punctuation
 )
-_BY_CHARACTER = ("zh",)
 
 
 class AnswerScore(NamedTuple):
@@ -63,30 +62,15 @@ class AnswerScore(NamedTuple):
     f1: float
 
 
-def normalized(text: str) -> str:
-    """SQuAD 1.1's form of an answer."""
-    kept = "".join(character for character in text.lower() if character not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
-
-
-def normalized_in(language: str) -> Callable[[str], list[str]]:
-    """MLQA's words of an answer in this language."""
-
-    def words(text: str) -> list[str]:
-        kept = "".join(character for character in text.lower() if character not in _PUNCTUATION)
-        if language in _ARTICLES:
-            kept = re.sub(_ARTICLES[language], " ", kept)
-        return _mixed(kept) if language in _BY_CHARACTER else kept.split()
-
-    return words
-
-
-def _mixed(text: str) -> list[str]:
-    """Chinese characters one by one, other words at white space."""
-    found: list[str] = []
-    for word in text.split():
-        found += re.findall(r"[\u4e00-\u9fa5]|[^\u4e00-\u9fa5]+", word)
-    return found
+def words_of(text: str, language: str | None = None) -> list[str]:
+    """The words of an answer by MLQA's rules of a language; None: by those of SQuAD 1.1."""
+    left_out = string.punctuation if language is None else _PUNCTUATION
+    kept = "".join(character for character in text.lower() if character not in left_out)
+    if articles := _ARTICLES.get(language or "en"):
+        kept = re.sub(articles, " ", kept)
+    if language == "zh":  # Chinese characters one by one, other words at white space
+        return re.findall(r"[\u4e00-\u9fa5]|[^\u4e00-\u9fa5\s]+", kept)
+    return kept.split()
 
 
 def word_f1(given: Sequence[str], expected: Sequence[str]) -> float:
@@ -102,13 +86,12 @@ def score_answers(
     predictions: Mapping[str, str], answers: Mapping[str, Sequence[str]], language: str | None = None
 ) -> AnswerScore:
     """The best of each question's answers counts; a missing prediction scores 0."""
-    words = (lambda text: normalized(text).split()) if language is None else normalized_in(language)
     exact = f1 = 0.0
     for identity, right in answers.items():
         if identity in predictions:
-            given = words(predictions[identity])
-            exact += max(given == words(answer) for answer in right)
-            f1 += max(word_f1(given, words(answer)) for answer in right)
+            given, expected = words_of(predictions[identity], language), [words_of(one, language) for one in right]
+            exact += given in expected
+            f1 += max(word_f1(given, words) for words in expected)
     count = max(1, len(answers))
     return AnswerScore(exact / count, f1 / count)
 
@@ -221,7 +204,11 @@ def score(
     first = items[0]
     others: dict[str, float] = {}
     if isinstance(first, Question):
-        found = _answers(items, predictions, language if name.startswith("mlqa") else None)  # type: ignore[arg-type]
+        rules = language if name.startswith("mlqa") else None
+        found = [
+            score_answers({item.id: given}, {item.id: [right for right, _ in item.answers]}, rules)  # type: ignore[union-attr,dict-item]
+            for item, given in zip(items, predictions, strict=True)
+        ]
         counts = np.array([(one.f1, 1.0) for one in found])
         others = {"exact": float(np.mean([one.exact for one in found]))}
     elif isinstance(first, Tagged):
@@ -249,23 +236,6 @@ def _words(truth: Sequence[str], given: Prediction) -> tuple[float, float]:
     return float(sum(one == other for one, other in counted)), float(len(counted))
 
 
-def _answers(items: Sequence[Question], given: Sequence[str], language: str | None) -> list[AnswerScore]:
-    """Of each question; `language` as of `score_answers`."""
-    return [
-        score_answers({item.id: text}, {item.id: [right for right, _ in item.answers]}, language)
-        for item, text in zip(items, given, strict=True)
-    ]
-
-
-def best_floor(
-    name: str, kind: str, language: str, items: Sequence[Item], groups: Sequence[str],
-    floors: Mapping[str, Sequence[Prediction]],
-) -> tuple[str, float]:  # fmt: skip
-    """The name and the figure of the best prediction without a model."""
-    figures = {label: score(name, language, items, given, groups).value for label, given in floors.items()}
-    return max(figures.items(), key=lambda pair: pair[1])
-
-
 def same_words(one: str, other: str) -> int:
     """How many words two texts share, by SQuAD's normalisation."""
-    return len(set(normalized(one).split()) & set(normalized(other).split()))
+    return len(set(words_of(one)) & set(words_of(other)))

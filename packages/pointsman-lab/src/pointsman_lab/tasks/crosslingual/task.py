@@ -16,12 +16,12 @@ from pointsman_lab.data.task_streams import Encoded, TaskStream, eval_batches
 from pointsman_lab.evaluation.passes import EvaluationContext, Pass, evaluated
 from pointsman_lab.finetuning.settings import Defaults, Finetuning
 from pointsman_lab.finetuning.task import FineTuning
-from pointsman_lab.models.classifier import Classifier, Pooling
+from pointsman_lab.models.classifier import Classifier
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.tasks.crosslingual.data import XtremeData, floors, groups_of, load_xtreme, original
 from pointsman_lab.tasks.crosslingual.evaluation import Features, TestPart, features, nats_of, predicted, table
 from pointsman_lab.tasks.crosslingual.formats import Question, Tagged
-from pointsman_lab.tasks.crosslingual.scores import Prediction, Score, best_floor, metric_of, score
+from pointsman_lab.tasks.crosslingual.scores import Prediction, Score, metric_of, score
 from pointsman_lab.tasks.crosslingual.xtreme import XTREME, Item
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.objectives import Objective, class_loss, logits_alone, objective_of
@@ -102,7 +102,11 @@ class CrossLingual(FineTuning):
     @classmethod
     def model(cls, config: RunConfig, name: str, classes: int, settings: Finetuning) -> nn.Module:
         kind = XTREME[name.partition(":")[0]].kind
-        return head_on(kind, classes, config, settings.pooled, settings.head_dropout)
+        head: dict[str, Any] = {"dropout": settings.head_dropout, "seed": config.seed}
+        if kind == "pairs":
+            return Classifier(config.model, classes, pooling=settings.pooled, **head)
+        spans = kind == "questions"
+        return TokenClassifier(config.model, 2 if spans else classes, spans=spans, **head)
 
     def english(self, split: str, length: int) -> Features:
         """The English rows of "train" or "valid"."""
@@ -112,6 +116,8 @@ class CrossLingual(FineTuning):
 
     def parts(self, config: RunConfig, split: str) -> dict[str, TestPart]:
         """What an evaluation scores: the test part of each language, or English validation rows."""
+        if split not in ("valid", "test"):
+            raise RunError(f"the task {self.name} has no {split} part: allowed are valid and test")
         key = (split, config.segment_length, config.eval_tokens)
         if key not in self._parts:
             sets = self.data.tests if split == "test" else {"en": self.data.splits[split]}
@@ -142,9 +148,10 @@ class CrossLingual(FineTuning):
         rows = features(items, self.vocabulary, length, self._classes)
         if not floor:
             return TestPart(items, rows, groups)
-        found = floors(self.data.name, self.data.splits["train"], items)
-        best = best_floor(self.data.name, self.data.kind, language, items, groups, found)
-        return TestPart(items, rows, groups, best)
+        name = self.data.name
+        found = floors(name, self.data.splits["train"], items)
+        figures = {label: score(name, language, items, given, groups).value for label, given in found.items()}
+        return TestPart(items, rows, groups, max(figures.items(), key=lambda figure: figure[1]))
 
     def remarks(self, config: RunConfig) -> list[str]:
         """What a user must know before the run."""
@@ -176,8 +183,6 @@ class CrossLingual(FineTuning):
             For each k: {"split", "top_k", "nats", "metric", what `table` has, "routers"}; figures are shares from 0
             to 1.
         """
-        if split not in ("valid", "test"):
-            raise RunError(f"the task {self.name} has no {split} part: allowed are valid and test")
         self._kept = {}
         parts, kind, batch_size = self.parts(config, split), self.data.kind, config.eval_batch_size
         self._scored = split, parts
@@ -205,8 +210,6 @@ class CrossLingual(FineTuning):
         return evaluated(model, top_k, one_pass, split=split, batches=total, how=context)
 
     def rows(self, config: RunConfig, split: str) -> Mapping[str, Encoded]:
-        if split not in ("valid", "test"):
-            raise RunError(f"the task {self.name} has no {split} part to read: allowed are valid and test")
         return {language: part.rows.encoded for language, part in self.parts(config, split).items()}
 
     scorer = "XTREME's evaluate.py"
@@ -240,14 +243,6 @@ class _TagStream(TaskStream):
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         tokens, tags = super().batch(step)
         return tokens, tags[:, : tokens.shape[1]]
-
-
-def head_on(kind: str, classes: int, config: RunConfig, pooling: Pooling, dropout: float) -> Classifier:
-    """The model of a task of this kind, with fresh weights."""
-    if kind == "pairs":
-        return Classifier(config.model, classes, pooling=pooling, dropout=dropout, seed=config.seed)
-    spans = kind == "questions"
-    return TokenClassifier(config.model, 2 if spans else classes, spans=spans, dropout=dropout, seed=config.seed)
 
 
 def submission(items: Sequence[Item], predictions: Sequence[Prediction]) -> str:

@@ -42,10 +42,6 @@ CODES = MappingProxyType(
 """Names of languages in lower case, in files of TyDiQA."""
 
 
-def _same(rows: Rows, part: str) -> Rows:
-    return rows
-
-
 @dataclass(frozen=True)
 class Source:
     """The files of a part.
@@ -55,12 +51,12 @@ class Source:
         names: the ends of the files' paths, in any folder below, plain or .gz: LANG is a language, * a part of a name.
             The first of these names that a file has counts: the publishers' files come before those of XTREME's
             download, whose tests have no labels.
-        keep: (rows, part "train" or "test") -> the rows of the part, of a file that holds both.
+        keep: (rows, part "train" or "test") -> the rows of the part, of a file that holds both; None: all rows.
     """
 
     folder: str
     names: tuple[str, ...]
-    keep: Callable[[Rows, str], Rows] = _same
+    keep: Callable[[Rows, str], Rows] | None = None
 
     def files(self, data_dir: Path) -> dict[str, list[Path]]:
         """language -> its files ("" where the file has several languages); empty where there are none."""
@@ -241,16 +237,16 @@ def load_task(
     rows: Rows = {}
     read: list[Path] = []
     for language, own in files.items():
-        if languages is None or language in ("", *languages) or source.keep is not _same:
+        if languages is None or language in ("", *languages) or source.keep:
             for file in own:
                 read.append(file)
                 for key, items in _read(task, file, language, labelled).items():
                     rows.setdefault(key, []).extend(items)
-    if task.kind == "pairs" and len({len(items) for items in rows.values()}) > 1 and source.keep is _same:
+    if task.kind == "pairs" and len({len(items) for items in rows.values()}) > 1 and not source.keep:
         rows = {
             key: [replace(item, row=None) for item in items if isinstance(item, Pair)] for key, items in rows.items()
         }
-    rows = source.keep(rows, part)
+    rows = source.keep(rows, part) if source.keep else rows
     return Part(rows if languages is None else {key: rows[key] for key in languages if key in rows}, tuple(read))
 
 
