@@ -106,13 +106,10 @@ class Attention(nn.Module):
         if rotate is not None:
             query, key = rotate(query, key.shape[1] - query.shape[1]), rotate(key, 0)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        side_by_side = _flat(self._attend(query, key, value, key_mask, causal, bias))
+        side_by_side = self._attend(query, key, value, key_mask, causal, bias).transpose(1, 2).flatten(2)
         bare = linear(side_by_side, self.output.weight)
         output = bare if self.output.bias is None else bare + self.output.bias
-        if not keep:
-            kept = None
-        elif kept is not None and kept.requires_grad:
-            kept = kept.detach()
+        kept = kept.detach() if keep and kept is not None else None
         if not trace:
             return output, kept, None
         groups = self.num_heads // self.kv_heads
@@ -190,8 +187,3 @@ def _mask(
         sees = sees[:, None]
     added = torch.zeros((), dtype=like.dtype, device=like.device) if bias is None else bias(start, stop)
     return torch.where(sees, added.to(like.dtype), -torch.inf)
-
-
-def _flat(heads: Tensor) -> Tensor:
-    """[B, heads, S, D] -> [B, S, heads D]."""
-    return heads.transpose(1, 2).flatten(2)

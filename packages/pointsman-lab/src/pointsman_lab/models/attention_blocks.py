@@ -104,9 +104,8 @@ class Products:
 
     def by_transpose(self, left: Tensor, right: Tensor, name: str) -> Tensor:
         """left right' in the memory called `name`: [N, a, d], [N, b, d] -> [N, a, b]."""
-        if torch.compiler.is_compiling():
-            return torch.bmm(left, right.transpose(1, 2))
-        return torch.bmm(left, right.transpose(1, 2), out=self.memory(name, *left.shape[:2], right.shape[1]))
+        out = None if torch.compiler.is_compiling() else self.memory(name, *left.shape[:2], right.shape[1])
+        return torch.bmm(left, right.transpose(1, 2), out=out)
 
     def queries(self, block: Block, bias: Tensor) -> Tensor:
         """scale * (q + bias) of the block: [heads, batch, R, D], contiguous."""
@@ -139,15 +138,12 @@ class Products:
         scores = by_key(products.view(heads * batch, rows, positions.shape[1]))[..., : block.seen]
         flat = content.view(heads * batch, rows, width)
         own = None if torch.compiler.is_compiling() else self.memory("probabilities", *scores.shape)
-        if own is None:
-            scores = torch.baddbmm(scores, flat, keys.transpose(1, 2))
-        else:
-            scores = torch.baddbmm(scores, flat, keys.transpose(1, 2), out=own)
+        scores = torch.baddbmm(scores, flat, keys.transpose(1, 2), out=own)
         self.mask_padding(block, scores, max(MASKED, torch.finfo(scores.dtype).min / 2))
         if rows > 1:
             after = torch.full((rows, rows), -math.inf, dtype=scores.dtype, device=scores.device).triu_(1)
             scores[..., block.seen - rows :].add_(after)
-        return torch.softmax(scores, -1) if own is None else torch.softmax(scores, -1, out=own)
+        return torch.softmax(scores, -1, out=own)
 
     def kept(self, block: Block, probabilities: Tensor) -> Tensor | None:
         """What dropout multiplies the probabilities by: the same in forward and backward."""

@@ -105,7 +105,8 @@ class Encoder(Stack[EncoderConfig]):
             raise ValueError("an encoder reads a text as a whole: it has no memory of earlier segments")
         mask = tokens >= 0 if padding_mask is None else padding_mask
         check_padding_mask(mask, tokens.shape)
-        context = LayerContext(token_ids=tokens, causal=False, causal_attention=False, bias=self._bias(tokens.shape[1]))
+        bias = None if self.position_bias is None else self.position_bias.of(tokens.shape[1])
+        context = LayerContext(token_ids=tokens, causal=False, causal_attention=False, bias=bias)
         if mask.device.type != "cpu" or not bool(mask.all()):
             context = replace(context, key_mask=mask, padding_mask=mask)
         hidden = self.embedding(tokens.clamp_min(0), mask)
@@ -126,9 +127,6 @@ class Encoder(Stack[EncoderConfig]):
         masked = targets >= 0
         nats: Tensor = self.head.loss(hidden[masked], self.embedding.weight, targets[masked])
         return nats
-
-    def _bias(self, length: int) -> Bias | None:
-        return None if self.position_bias is None else self.position_bias.of(length)
 
 
 class EncoderEmbedding(nn.Module):

@@ -63,7 +63,6 @@ class Stack(nn.Module, Generic[Config]):
         attention: Callable[[], nn.Module],
         *,
         causal: bool,
-        causal_training: bool | None = None,
         pre_norm: bool = True,
         norm: Callable[[int], nn.Module] = Norm,
         layer: Callable[..., nn.Module] = TransformerLayer,
@@ -73,8 +72,7 @@ class Stack(nn.Module, Generic[Config]):
 
         Args:
             attention: makes the attention of a layer.
-            causal: whether routers that look at later tokens are refused.
-            causal_training: whether those that do so in training only are refused; None = `causal`.
+            causal: whether routers that look at later tokens are refused, unless the settings allow them.
             pre_norm, norm: as of `FeedForwardLayer`.
             layer: the class of the layers.
             experts: further arguments of `MoE` and `FeedForward` (gated, bias).
@@ -83,7 +81,8 @@ class Stack(nn.Module, Generic[Config]):
             ValueError: such a router.
         """
         config, layout = self.config, self.config.layout
-        self._causal = causal, causal if causal_training is None else causal_training
+        allowed, in_training = (getattr(config, f"allow_non_causal{end}", False) for end in ("", "_training"))
+        self._causal = causal and not allowed, causal and not (allowed or in_training)
         self.layers = nn.ModuleList()
         sublayers: dict[str, Any] = {"dropout": config.dropout, "pre_norm": pre_norm, "norm": norm}
         sparse = 0

@@ -156,8 +156,7 @@ class TransformerXL(LanguageModel[TransformerXLConfig]):
 
             self.build_layers(
                 lambda: RelativeAttention(dim, config.num_heads, config.head_dim, dropout=config.attention_dropout),
-                causal=not config.allow_non_causal,
-                causal_training=not (config.allow_non_causal or config.allow_non_causal_training),
+                causal=True,
                 pre_norm=config.pre_norm,
                 layer=RelativeLayer,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -117,8 +118,7 @@ def _gates(model: Decoder, top_k: int) -> dict[int, tuple[GateRule, GateWeights]
                 f"layer layers.{index} routes by {rule.spec!r}, layers.{first} by {rules[first].spec!r}: the gates of "
                 "a class are all alike"
             )
-    rule = rules[first]
-    common = GateRule(rule.kind, rule.renormalize, rule.scale, rule.groups, rule.kept, corrected)
+    common = replace(rules[first], corrected=corrected)
     return {index: (common, weights) for index, (_, weights) in gates.items()}
 
 

@@ -33,19 +33,13 @@ def open_config(folder: str) -> Any:
         raise RunError(f"{folder}: transformers cannot read its config.json: {lines[0]}") from None
 
 
-def class_of(kind: str, where: str) -> HubClass:
-    """The class with this `model_type`."""
-    known = {one.kind: one for one in CLASSES}
-    if kind in known:
-        return known[kind]
-    raise RunError(
-        f"{where}: {kind!r} is no class that a decoder can be: {REFUSED.get(kind, did_you_mean(kind, known))}"
-    )
-
-
 def read_config(config: Any, where: str, router: str | None = None) -> tuple[DecoderConfig, HubClass]:
     """The settings of the decoder that computes what a model with this configuration computes."""
-    found = class_of(str(config.model_type), where)
+    known, kind = {one.kind: one for one in CLASSES}, str(config.model_type)
+    if kind not in known:
+        told = REFUSED.get(kind, did_you_mean(kind, known))
+        raise RunError(f"{where}: {kind!r} is no class that a decoder can be: {told}")
+    found = known[kind]
     _refuse(config, where)
     heads = int(config.num_attention_heads)
     experts = int(getattr(config, "num_local_experts", None) or config.num_experts)
@@ -82,7 +76,7 @@ def read_config(config: Any, where: str, router: str | None = None) -> tuple[Dec
             norm_eps=float(config.rms_norm_eps),
             init_std=float(config.initializer_range),
             context_length=int(config.max_position_embeddings),
-            **_rope(config, where),
+            rope_theta=float((config.rope_parameters or {}).get("rope_theta", 10_000.0)),
         )
     except ValueError as error:
         raise RunError(f"{where}: {error}") from None
@@ -114,6 +108,7 @@ def _moe_layers(config: Any, found: HubClass) -> str:
 
 def _refuse(config: Any, where: str) -> None:
     """RunError for what no decoder has."""
+    rope = config.rope_parameters or {}
     windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     if config.model_type in ("mixtral", "qwen3_moe"):
         windows = config.sliding_window is not None and config.sliding_window < config.max_position_embeddings
@@ -121,16 +116,10 @@ def _refuse(config: Any, where: str) -> None:
         (windows, "sliding windows"),
         (getattr(config, "attention_bias", False) or getattr(config, "qkv_bias", False), "biases in its attention"),
         (getattr(config, "clip_qkv", None) is not None, "clip_qkv"),
-        ((config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0, "partial rotary positions"),
+        (rope.get("partial_rotary_factor", 1.0) != 1.0, "partial rotary positions"),
         (config.hidden_act not in ACTIVATIONS, f"the activation {config.hidden_act!r}"),
     ):
         if refused:
             raise RunError(f"{where}: it has {what}, which the decoder has not")
-
-
-def _rope(config: Any, where: str) -> dict[str, Any]:
-    """`rope_parameters` as settings of a decoder."""
-    given = dict(config.rope_parameters or {})
-    if (kind := given.get("rope_type", "default")) != "default":
+    if (kind := rope.get("rope_type", "default")) != "default":
         raise RunError(f"{where}: it has rotary positions of type {kind!r}: allowed is default")
-    return {"rope_theta": float(given.get("rope_theta", 10_000.0))}
