@@ -87,12 +87,12 @@ def open_parallel(spec: str) -> ParallelText:
             raise RunError(f"data {spec!r}: option {key!r}: {did_you_mean(key, chosen)}")
         chosen[key] = value
     sources = [language for language in chosen["from"].split("+") if language]
+    if not root.is_dir():
+        raise RunError(f"there is no folder {root}")
     if name == "wmt":
         return _wmt(root, sources, chosen["to"])
     if not sources or chosen["to"] in sources:
         raise RunError(f"data {spec!r}: from={chosen['from']} to={chosen['to']}: name other languages than the target")
-    if not root.is_dir():
-        raise RunError(f"there is no folder {root}")
     stems = {"train": "train", "valid": "val", "test": _test_stem(root, chosen["to"])}
     parts = {
         part: {language: _pairs(root, stem, language, chosen["to"], part) for language in sources}
@@ -108,8 +108,6 @@ _WMT = re.compile(
 
 def _wmt(root: Path, sources: list[str], target: str) -> ParallelText:
     """A bitext of its own for each source language; all that lie there where none is named."""
-    if not root.is_dir():
-        raise RunError(f"there is no folder {root}")
     stems: dict[str, dict[str, str]] = {}
     for file in sorted(root.iterdir()):
         match = _WMT.fullmatch(file.name.removesuffix(".gz"))

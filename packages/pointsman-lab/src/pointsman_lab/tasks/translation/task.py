@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -47,12 +48,16 @@ class Translation(Task):
         cls, config: RunConfig, progress: DataProgress | None = None, vocabulary: Pieces | None = None
     ) -> Translation:
         """The task of `config.data`, with pieces learned from it or with those of a trained run."""
-        check(config)
+        cls.check(config)
         text = open_parallel(config.data)
         return cls(text, vocabulary or text.pieces(config.own["pieces"], config.own["language_exponent"]))
 
-    def check(self, config: RunConfig) -> None:
-        check(config)
+    @staticmethod
+    def check(config: RunConfig) -> None:
+        """Refuses sentences longer than the model's positions."""
+        model = config.model
+        if isinstance(model, TranslationConfig) and config.segment_length > model.max_length:
+            raise RunError(f"segment_length={config.segment_length}: model.max_length is {model.max_length}")
 
     def encoded(self, length: int) -> Encoded:
         """The training pairs of all source languages."""
@@ -225,22 +230,10 @@ def paired(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """source [B, S] and target [B, T], padded with -1 -> inputs [B, 2, L] and targets [B, L], padded with -100."""
     length = max(source.shape[1], int((target >= 0).sum(1).max()))
     target = target[:, :length]
-    start = target.new_full((len(target), 1), START)
-    shifted = torch.cat([start, torch.where(target[:, 1:] >= 0, target[:, :-1], PADDING)], 1)
-    inputs = torch.stack([_wide(source, length, PADDING), _wide(shifted, length, PADDING)], 1)
-    return inputs, _wide(torch.where(target >= 0, target, IGNORE), length, IGNORE)
-
-
-def _wide(rows: Tensor, length: int, fill: int) -> Tensor:
-    more = rows.new_full((len(rows), length - rows.shape[1]), fill)
-    return torch.cat([rows, more], 1)
-
-
-def check(config: RunConfig) -> None:
-    """Refuses sentences longer than the model's positions."""
-    model = config.model
-    if isinstance(model, TranslationConfig) and config.segment_length > model.max_length:
-        raise RunError(f"segment_length={config.segment_length}: model.max_length is {model.max_length}")
+    shifted = F.pad(torch.where(target[:, 1:] >= 0, target[:, :-1], PADDING), (1, 0), value=START)
+    source, shifted = (F.pad(rows, (0, length - rows.shape[1]), value=PADDING) for rows in (source, shifted))
+    targets = F.pad(torch.where(target >= 0, target, IGNORE), (0, length - target.shape[1]), value=IGNORE)
+    return torch.stack([source, shifted], 1), targets
 
 
 def scorers() -> tuple[Any, Any]:
