@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -71,11 +71,6 @@ class Examples:
 
     def __len__(self) -> int:
         return len(self.texts)
-
-    def take(self, places: Iterable[int]) -> Examples:
-        """The examples with these indices."""
-        kept = list(places)
-        return Examples(tuple(self.texts[place] for place in kept), tuple(self.labels[place] for place in kept))
 
 
 @dataclass(frozen=True)

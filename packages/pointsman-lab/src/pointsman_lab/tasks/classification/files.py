@@ -45,9 +45,8 @@ def format_of(path: Path) -> str | None:
     return FORMATS.get(name.suffix.lower())
 
 
-def read_labelled(path: Path, columns: Columns | None = None) -> list[LabelledText]:
+def read_labelled(path: Path, columns: Columns) -> list[LabelledText]:
     """The examples of a file, in order. Texts and labels are stripped."""
-    columns = columns or Columns()
     kind = format_of(path)
     if kind is None:
         raise RunError(f"{path}: allowed are .csv, .tsv, .jsonl and fastText .txt files, also compressed as .gz")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -180,15 +180,8 @@ class LanguageModelling(Task):
             EvalStream(self.corpus.split(split), config.eval_batch_size, config.eval_segment_length)
 
     def build_model(self, config: RunConfig) -> Any:
-        return self._calibrated(super().build_model(config))
-
-    def started(self, config: RunConfig) -> tuple[Any, str]:
-        from pointsman_lab.tasks.language_modelling.start import started
-
-        return started(config)
-
-    def _calibrated(self, model: nn.Module) -> nn.Module:
         """The model, its routers told how often each id is in the training data, if they need that."""
+        model = super().build_model(config)
         scorers: list[Any] = [router.score for _, router in named_routers(model)]
         waiting = [scorer for scorer in scorers if getattr(scorer, "needs_counts", False)]
         if waiting:
@@ -196,6 +189,11 @@ class LanguageModelling(Task):
             for scorer in waiting:
                 scorer.calibrate(counts[: scorer.vocab_size].tolist())
         return model
+
+    def started(self, config: RunConfig) -> tuple[Any, str]:
+        from pointsman_lab.tasks.language_modelling.start import started
+
+        return started(config)
 
     def batches(self, config: RunConfig, device: torch.device) -> Batches:
         return BatchStream(self.corpus.split("train"), config.batch_size, config.segment_length, device)
@@ -241,7 +239,11 @@ class LanguageModelling(Task):
             "segment_length": config.eval_segment_length,
             "memory_length": config.eval_memory_length,
         }
-        return Observed(_observed(stream), len(stream), lambda: _reader(config, device), protocol)
+        batches = (
+            Batch(inputs, targets, None if stream.is_whole(index) else targets >= 0)
+            for index, (inputs, targets) in enumerate(stream)
+        )
+        return Observed(batches, len(stream), lambda: _reader(config, device), protocol)
 
     def stretch(self, config: RunConfig, tokens: int) -> list[NDArray[np.int64]]:
         ids = np.asarray(self.corpus.split(config.eval_split)[:tokens]).astype(np.int64)
@@ -258,12 +260,6 @@ def token_counts(tokens: Any, size: int) -> NDArray[np.int64]:
     for start in range(0, len(tokens), COUNTED):
         counts += np.bincount(tokens[start : start + COUNTED], minlength=size)
     return counts
-
-
-def _observed(stream: EvalStream) -> Iterator[Batch]:
-    for inputs, targets in stream:
-        real = targets >= 0
-        yield Batch(inputs, targets, None if bool(real.all()) else real)
 
 
 def _reader(config: RunConfig, device: torch.device) -> Reader:
