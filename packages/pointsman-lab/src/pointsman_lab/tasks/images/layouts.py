@@ -80,28 +80,22 @@ def open_layout(path: Path) -> Layout:
 
 
 def _sheets(folder: Path) -> Layout:
-    training = sorted(folder.glob("data_batch_*.png"))
-    batches = {
-        "train": [
-            (file, folder / file.name.replace("data_", "train_labels_").replace(".png", ".json")) for file in training
-        ],
-        "test": [(folder / "test_batch.png", folder / "test_labels.json")],
-    }
     parts, files = {}, []
-    for part, pairs in batches.items():
-        pairs = [pair for pair in pairs if pair[0].is_file()]
-        if not pairs:
+    for part, pattern in (("train", "data_batch_*.png"), ("test", "test_batch.png")):
+        sheets = [file for file in sorted(folder.glob(pattern)) if file.is_file()]
+        if not sheets:
             continue
         labels, names = [], []
-        for sheet, label_file in pairs:
+        for sheet in sheets:
+            name = sheet.stem.replace("data_", "train_labels_").replace("test_batch", "test_labels")
+            label_file = folder / f"{name}.json"
             own = _read_labels(label_file)
             labels += own
             names += [f"{sheet}: row {row}" for row in range(len(own))]
             files += [sheet, label_file]
-        load = _sheet_loader([sheet for sheet, _ in pairs], len(labels))
+        load = _sheet_loader(sheets, len(labels))
         parts[part] = ImagePart(names, _bounded(labels, folder), load)
-    classes = _numbered(parts.values())
-    return Layout(CIFAR_CLASSES if len(classes) == 10 else classes, parts, files, "sheets")
+    return Layout(_numbered(parts.values()), parts, files, "sheets")
 
 
 def _sheet_loader(sheets: Sequence[Path], rows: int) -> Callable[[int], Pixels]:
@@ -154,8 +148,7 @@ def _cifar_binary(folder: Path) -> Layout:
         images = every[:, 1:].reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1)
         parts[part] = ImagePart(names, every[:, 0].astype(np.int64), images.__getitem__)
         files += found
-    classes = _numbered(parts.values())
-    return Layout(CIFAR_CLASSES if len(classes) == 10 else classes, parts, files, "CIFAR's binary form")
+    return Layout(_numbered(parts.values()), parts, files, "CIFAR's binary form")
 
 
 def _npy(file: Path) -> Layout:
@@ -167,8 +160,7 @@ def _npy(file: Path) -> Layout:
         raise RunError(f"{label_file}: {list(labels.shape)} labels for {len(images)} images of {file.name}")
     names = [f"{file}: image {row}" for row in range(len(images))]
     part = ImagePart(names, _bounded(labels, file), images.__getitem__)
-    classes = _numbered([part])
-    return Layout(CIFAR_CLASSES if len(classes) == 10 else classes, {"test": part}, [file, label_file], "npy")
+    return Layout(_numbered([part]), {"test": part}, [file, label_file], "npy")
 
 
 def _array(file: Path) -> NDArray[Any]:
@@ -201,19 +193,14 @@ def _tar(archive: Path) -> Layout:
     with reading(archive):
         try:
             with open_named(archive) as whole, tarfile.open(fileobj=whole, mode="r:") as opened:
-                members = [
-                    member
-                    for member in sorted(opened.getmembers(), key=lambda member: member.name)
-                    if member.isfile() and member.name.lower().endswith(SUFFIXES)
-                ]
+                images = (one for one in opened.getmembers() if one.isfile() and one.name.lower().endswith(SUFFIXES))
+                members = sorted(images, key=lambda member: member.name)
                 end = opened.offset
         except tarfile.TarError as error:
             raise RunError(f"{archive} is damaged, or packed: {error}") from None
         with open_named(archive) as file:
             file.seek(end)
-            if file.read(BLOCK) != bytes(
-                BLOCK
-            ):  # `tarfile` takes an archive that is cut off between two files as whole
+            if file.read(BLOCK) != bytes(BLOCK):  # which `tarfile` takes as whole if the cut is between two files
                 raise RunError(f"{archive} is damaged: it is cut off after {len(members):,} images")
     names = [f"{archive}: {member.name}" for member in members]
 
@@ -268,9 +255,8 @@ def image_pixels(content: bytes, name: str) -> Pixels:
     except UnidentifiedImageError:  # its text names an object in memory
         raise RunError(f"{name}: not an image that Pillow can read") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise RunError(
-            f"{name}: not a whole image ({str(error).splitlines()[0] if str(error) else 'damaged'})"
-        ) from None
+        told = str(error).splitlines()[0] if str(error) else "damaged"
+        raise RunError(f"{name}: not a whole image ({told})") from None
 
 
 def _bounded(labels: Any, where: Path) -> NDArray[np.int64]:
@@ -281,5 +267,6 @@ def _bounded(labels: Any, where: Path) -> NDArray[np.int64]:
 
 
 def _numbered(parts: Iterable[ImagePart]) -> tuple[str, ...]:
-    most = max((int(part.labels.max(initial=-1)) for part in parts), default=-1)
-    return tuple(str(label) for label in range(most + 1))
+    """Names of classes without names: CIFAR-10's ten, else their numbers."""
+    count = max((int(part.labels.max(initial=-1)) for part in parts), default=-1) + 1
+    return CIFAR_CLASSES if count == len(CIFAR_CLASSES) else tuple(map(str, range(count)))

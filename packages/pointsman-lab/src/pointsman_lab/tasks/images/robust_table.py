@@ -291,6 +291,4 @@ def published(run: RunRecord, column: Column, top_k: int | None) -> float | None
 def _imbalance(run: RunRecord, layer: int | None, top_k: int | None) -> float | None:
     """Squared coefficient of variation of the expert loads on a run's own images: of a layer, or mean over layers."""
     found = [squared_variation(one) for one in (run.results().get(top_k or 0, {}).get("routers") or {}).values()]
-    chosen = found if layer is None else found[layer : layer + 1]
-    values = [value for value in chosen if value is not None]
-    return math.fsum(values) / len(values) if values else None
+    return mean_of(found if layer is None else found[layer : layer + 1])
