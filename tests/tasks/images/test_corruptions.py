@@ -9,9 +9,6 @@ from pointsman._errors import RunError
 from pointsman_lab.tasks.images.corruptions import CORRUPTIONS, _blurred, _disk, _streaked, corrupt, glass_blur
 from pointsman_lab.tasks.images.severities import PARAMETERS, SIDES
 
-pytest.importorskip("PIL")
-pytest.importorskip("scipy")
-
 
 def pictures(count: int = 2, side: int = 32) -> np.ndarray:
     """Smooth pictures with an edge, as photographs have them."""

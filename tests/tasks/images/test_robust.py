@@ -24,11 +24,11 @@ from pointsman_lab.tasks.images.attacks import ATTACKS, SIZE, attacked, under_gr
 from pointsman_lab.tasks.images.augment import evaluation_batches
 from pointsman_lab.tasks.images.corruptions import CORRUPTIONS, corrupt
 from pointsman_lab.tasks.images.image_set import ClassNames
-from pointsman_lab.tasks.images.part import ImagePart
+from pointsman_lab.tasks.images.part import ImagePart, chosen_rows
 from pointsman_lab.tasks.images.robust import Asked, robustness, save_robustness
 from pointsman_lab.tasks.images.robust_table import _relative, robust_tables
 from pointsman_lab.tasks.images.shifts import Frame, Seen, on_outliers, under_corruptions
-from pointsman_lab.tasks.images.sources import Corrupted, chosen_rows
+from pointsman_lab.tasks.images.sources import Corrupted
 from pointsman_lab.tasks.images.task import open_images
 from pointsman_lab.tasks.images.vit import VisionTransformer, VisionTransformerConfig
 from pointsman_lab.training.compare import Plan, compare
@@ -122,21 +122,21 @@ def test_attacks_follow_the_gradient_of_the_classes_alone(name: str) -> None:
     assert float((moved - images).abs().max()) <= SIZE + 1e-6
     assert float(moved.abs().max()) <= 1
     net.train()
-    found = under_gradient_attack(net, part(), name, top_k=2, batch_size=16)
+    found = under_gradient_attack(net, part(), name, top_k=2, frame=FRAME)
     assert net.training
     assert all(parameter.requires_grad and parameter.grad is None for parameter in net.parameters())
     assert all(one.how == "collect" for one in deliveries(net).values())
     assert found["attacked"] <= found["clean"]
     assert found["images"] == 40
     assert 0 < found["layers"]["layers.1.moe"]["iou"] <= 1
-    assert under_gradient_attack(model("plain"), part(), name, top_k=None, batch_size=16)["layers"] == {}
+    assert under_gradient_attack(model("plain"), part(), name, top_k=None, frame=FRAME)["layers"] == {}
 
 
 @pytest.mark.parametrize("router", ["smoe", "expert-choice", "smoe:capacity=0.5"])
 def test_shared_experts_are_a_mean_over_the_tokens_that_have_some(router: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman_lab.tasks.images.attacks.attacked", lambda model, images, *_: -images)
     net = model(router).eval()
-    found = under_gradient_attack(net, part(), "fgsm", top_k=2, batch_size=40)["layers"]["layers.1.moe"]["iou"]
+    found = under_gradient_attack(net, part(), "fgsm", top_k=2, frame=Frame(40))["layers"]["layers.1.moe"]["iou"]
     sets = []
     [(images, _)] = evaluation_batches(part(), 40)
     for sign in (1, -1):
@@ -388,7 +388,7 @@ def test_a_record_tells_how_many_images_were_read(comparison: Path) -> None:
 def test_corruptions_of_a_comparison(
     comparison: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("pointsman_lab.tasks.images.sources.corrupt", lambda images, *_: images)
+    monkeypatch.setattr("pointsman_lab.tasks.images.corruptions.corrupt", lambda images, *_: images)
     assert main(["evaluate", str(comparison), "--robust", "c", "--eval-tokens", "160"]) == 0
     printed = capsys.readouterr().out
     assert "relative mCE" in printed

@@ -21,9 +21,10 @@ from pointsman.diagnostics.statistics import Fluctuation
 from pointsman.ops.selection import members
 from pointsman.recording import record_routing
 from pointsman.routing import Routing
-from pointsman_lab.progress import Progress, Stop, check_stop
+from pointsman_lab.progress import check_stop
 from pointsman_lab.tasks.images.augment import evaluation_batches
 from pointsman_lab.tasks.images.part import ImagePart
+from pointsman_lab.tasks.images.shifts import Frame
 from pointsman_lab.tasks.images.task import image_nats
 from pointsman_lab.tasks.images.vit import VisionTransformer
 
@@ -61,11 +62,7 @@ def under_gradient_attack(
     name: str,
     *,
     top_k: int | None,
-    batch_size: int,
-    budget: int | None = None,
-    precision: Precision = None,
-    progress: Progress | None = None,
-    stop: Stop | None = None,
+    frame: Frame,
 ) -> dict[str, Any]:
     """Accuracy on clean and attacked images, and how far the routing of each token moved; `name`: of `ATTACKS`.
 
@@ -78,20 +75,19 @@ def under_gradient_attack(
     layers = {layer: Fluctuation() for layer, _ in named_routers(model)}
     unions = {layer: Moments() for layer in layers}
     count, before_right, after_right = 0, 0, 0
-    total = len(part) if budget is None else min(budget, len(part))
-    if progress:
-        progress.phase(name, -(-total // batch_size))
+    how = frame.how
+    if how.progress:
+        how.progress.phase(name, -(-len(part) // frame.batch_size))
     device = next(model.parameters()).device
     with evaluating(model, 0), _only_images_train(model), set_top_k(model, top_k) if top_k else nullcontext():
-        batches = evaluation_batches(part, batch_size, budget)
-        for number, (clean, labels) in enumerate(batches, 1):
-            check_stop(stop)
+        for number, (clean, labels) in enumerate(evaluation_batches(part, frame.batch_size), 1):
+            check_stop(how.stop)
             clean, labels = clean.to(device), labels.to(device)
-            hostile = attacked(model, clean, labels, ATTACKS[name], precision)
+            hostile = attacked(model, clean, labels, ATTACKS[name], how.precision)
             nothing: dict[str, Routing] = {}
-            with record_routing(model) if layers else nullcontext(nothing) as one, precision or nullcontext():
+            with record_routing(model) if layers else nullcontext(nothing) as one, how.precision or nullcontext():
                 before = model(clean)
-            with record_routing(model) if layers else nullcontext(nothing) as two, precision or nullcontext():
+            with record_routing(model) if layers else nullcontext(nothing) as two, how.precision or nullcontext():
                 after = model(hostile)
             for layer, change in layers.items():
                 change.update(one[layer], two[layer])
@@ -101,8 +97,8 @@ def under_gradient_attack(
             count += len(labels)
             before_right += int((before.argmax(-1) == labels).sum())
             after_right += int((after.argmax(-1) == labels).sum())
-            if progress:
-                progress.advance(number, {})
+            if how.progress:
+                how.progress.advance(number, {})
     return {
         "attack": name,
         "steps": ATTACKS[name],

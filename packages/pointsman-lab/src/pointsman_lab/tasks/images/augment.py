@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman_lab.tasks.images.part import ImagePart, Pixels
+from pointsman_lab.tasks.images.part import ImagePart, Pixels, chosen_rows
 
 NAMES = ("crop", "flip", "mixup", "randaugment", "inception")
 _STREAM = {"crop": 0, "flip": 1, "mixup": 3, "randaugment": 4, "inception": 6}
@@ -250,8 +250,7 @@ class ImageStream:
 
 def evaluation_batches(part: ImagePart, batch_size: int, budget: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
     """images [b, 3, S, S] and labels [b] int64, in file order; at most `budget` images, evenly spaced."""
-    count = len(part) if budget is None else min(budget, len(part))
-    rows = np.unique(np.linspace(0, len(part) - 1, count).astype(np.int64)) if count < len(part) else np.arange(count)
+    rows = chosen_rows(part, budget)
     for start in range(0, len(rows), batch_size):
         chosen = rows[start : start + batch_size]
         yield to_tensor(part.pixels(chosen)), torch.from_numpy(part.labels[chosen])

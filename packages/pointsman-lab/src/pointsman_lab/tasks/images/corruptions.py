@@ -18,10 +18,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image as Pictures
+from scipy import ndimage
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab.tasks.images.part import Pixels
-from pointsman_lab.tasks.images.severities import PARAMETERS, SIDES
+from pointsman_lab.tasks.images.severities import PARAMETERS, SEVERITIES, check_side
 
 Image = NDArray[np.float64]
 Draw = np.random.Generator
@@ -37,11 +39,10 @@ def corrupt(images: Pixels, corruption: str, severity: int, first: int = 0) -> P
     """
     if corruption not in CORRUPTIONS:
         raise RunError(f"unknown corruption {corruption!r}: {did_you_mean(corruption, CORRUPTIONS)}")
-    if severity not in range(1, 6):
+    if severity not in SEVERITIES:
         raise RunError(f"severity {severity}: allowed are 1 to 5")
     side = images.shape[1]
-    if side not in SIDES:
-        raise RunError(f"corruptions are defined for images of {', '.join(map(str, SIDES))} pixels, not {side}")
+    check_side(side)
     parameters = PARAMETERS[corruption][side][severity - 1]
     number = list(CORRUPTIONS).index(corruption)
     corrupted = np.empty_like(images)
@@ -67,14 +68,10 @@ def impulse_noise(image: Image, share: float, draw: Draw) -> Image:
 
 
 def defocus_blur(image: Image, parameters: tuple[float, float], draw: Draw) -> Image:
-    from scipy import ndimage
-
     return ndimage.correlate(image, _disk(*parameters)[..., None], mode="mirror")
 
 
 def _disk(radius: float, sigma: float) -> Image:
-    from scipy import ndimage
-
     reach = 8 if radius <= 8 else int(radius)
     grid = np.arange(-reach, reach + 1)
     disk = (grid[:, None] ** 2 + grid**2 <= radius**2).astype(np.float64)
@@ -155,8 +152,6 @@ def contrast(image: Image, factor: float, draw: Draw) -> Image:
 
 def elastic_transform(image: Image, parameters: tuple[float, float, float], draw: Draw) -> Image:
     """A random affine map of three points, then a smooth random displacement."""
-    from scipy import ndimage
-
     side = image.shape[0]
     unit = 244 if side == 224 else side
     alpha, sigma, shift = (unit * value for value in parameters)
@@ -181,15 +176,11 @@ def elastic_transform(image: Image, parameters: tuple[float, float, float], draw
 
 def _sampled(image: Image, places: list[Any], mode: str) -> Image:
     """The image at these rows and columns, each [side, side], between pixels linearly."""
-    from scipy import ndimage
-
     channels = np.moveaxis(image, -1, 0)
     return np.stack([ndimage.map_coordinates(channel, places, order=1, mode=mode) for channel in channels], axis=-1)
 
 
 def pixelate(image: Image, share: float, draw: Draw) -> Image:
-    from PIL import Image as Pictures
-
     picture = Pictures.fromarray((image * 255).astype(np.uint8))
     small = max(1, int(picture.width * share))
     box = Pictures.Resampling.BOX
@@ -197,8 +188,6 @@ def pixelate(image: Image, share: float, draw: Draw) -> Image:
 
 
 def jpeg_compression(image: Image, quality: int, draw: Draw) -> Image:
-    from PIL import Image as Pictures
-
     buffer = io.BytesIO()
     Pictures.fromarray((image * 255).astype(np.uint8)).save(buffer, "JPEG", quality=quality)
     with Pictures.open(buffer) as picture:
@@ -206,8 +195,6 @@ def jpeg_compression(image: Image, quality: int, draw: Draw) -> Image:
 
 
 def _blurred(image: Image, sigma: float) -> Image:
-    from scipy import ndimage
-
     return ndimage.gaussian_filter(image, (sigma, sigma, 0), mode="nearest")
 
 
@@ -228,8 +215,6 @@ def _streaked(image: Image, radius: int, sigma: float, angle: float) -> Image:
 
 def _zoomed(image: Image, zoom: float) -> Image:
     """The middle of the image, enlarged to its old size."""
-    from scipy import ndimage
-
     side = image.shape[0]
     inner = int(np.ceil(side / zoom))
     start = (side - inner) // 2

@@ -52,6 +52,13 @@ class ImagePart:
         return found
 
 
+def chosen_rows(part: ImagePart, budget: int | None) -> list[int]:
+    """Numbers of at most `budget` images, evenly spaced; None: of all."""
+    if budget is None or budget >= len(part):
+        return list(range(len(part)))
+    return sorted(set(np.linspace(0, len(part) - 1, budget).astype(int).tolist()))
+
+
 def fit(pixels: Pixels, size: int) -> Pixels:
     """[height, width, 3] -> [size, size, 3]: the shorter side resized (bicubic), then the centre."""
     from PIL import Image

@@ -27,10 +27,11 @@ from pointsman_lab.runs.paths import slug
 from pointsman_lab.runs.record import RunRecord
 from pointsman_lab.tasks.images.attacks import ATTACKS, under_gradient_attack
 from pointsman_lab.tasks.images.image_set import ImageSet
-from pointsman_lab.tasks.images.part import ImagePart
+from pointsman_lab.tasks.images.part import ImagePart, chosen_rows
 from pointsman_lab.tasks.images.robust_table import TITLES, robust_tables, shifted_images, table_of
+from pointsman_lab.tasks.images.severities import check_side
 from pointsman_lab.tasks.images.shifts import Frame, on_hard_images, on_outliers, on_renditions, under_corruptions
-from pointsman_lab.tasks.images.sources import Corrupted, check_corruptions, chosen_rows
+from pointsman_lab.tasks.images.sources import Corrupted
 from pointsman_lab.tasks.images.task import open_images
 from pointsman_lab.training.run import Run, load_run, runs_at
 
@@ -106,15 +107,13 @@ def robustness(
         raise RunError(f"{run.path} learned text: --robust is for runs on images, --attack for text")
     images = open_images(config.data).relabelled(run.vocabulary.names)
     clean = images.split(asked.split)
-    budget = _budget(asked, run)
     top_k = asked.top_k or (config.top_k_schedule.high,)
     frame = Frame(config.eval_batch_size, EvaluationContext(run.autocast(), progress, stop), keep)
-    read = min(budget, len(clean)) if budget else len(clean)
-    protocol = {"data": images.description, "split": asked.split, "images": read, "top_k": list(top_k)}
+    rows = chosen_rows(clean, _budget(asked, run))
+    protocol = {"data": images.description, "split": asked.split, "images": len(rows), "top_k": list(top_k)}
     with using(run.config.kernels):
         if asked.kind == "c":
-            check_corruptions(images.side)
-            rows = chosen_rows(clean, budget)
+            check_side(images.side)
             source = Corrupted(images, asked.split, rows, asked.folder)
             protocol["corruptions"] = source.description
             found = under_corruptions(
@@ -123,15 +122,11 @@ def robustness(
             found["imagenet_c"] = bool(asked.path) and len(images.classes) == 1000
         elif asked.kind in ATTACKS:
             found = {"results": [
-                under_gradient_attack(
-                    run.model, clean, asked.kind, top_k=k, batch_size=config.eval_batch_size, budget=budget,
-                    precision=run.autocast(), progress=progress, stop=stop,
-                )
+                under_gradient_attack(run.model, clean.take(rows), asked.kind, top_k=k, frame=frame)
                 for k in eval_top_k(run.model, top_k)
             ]}  # fmt: skip
         else:
-            some = clean.take(chosen_rows(clean, budget))
-            found = _shifted(run, asked, images, some, top_k, frame)
+            found = _shifted(run, asked, images, clean.take(rows), top_k, frame)
     return {"format": FORMAT, "kind": asked.kind, "checkpoint": f"step-{run.step}", "protocol": protocol, **found}
 
 

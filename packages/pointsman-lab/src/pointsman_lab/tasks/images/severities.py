@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pointsman._errors import RunError
+
 SIDES = (32, 64, 224)
+SEVERITIES = range(1, 6)
 
 _SNOW = ((0.1, 0.2, 1, 0.6, 8, 3), (0.1, 0.2, 1, 0.5, 10, 4), (0.15, 0.3, 1.75, 0.55, 10, 4),
          (0.25, 0.3, 2.25, 0.6, 12, 6), (0.3, 0.3, 1.25, 0.65, 14, 12))  # fmt: skip
@@ -64,4 +67,11 @@ PARAMETERS: Mapping[str, Mapping[int, tuple[Any, ...]]] = {
     "pixelate": {32: (0.95, 0.9, 0.85, 0.75, 0.65), 64: (0.9, 0.8, 0.7, 0.6, 0.5), 224: (0.6, 0.5, 0.4, 0.3, 0.25)},
     "jpeg_compression": {32: (80, 65, 58, 50, 40), 64: (65, 58, 50, 40, 25), 224: (25, 18, 15, 10, 7)},
 }  # fmt: skip
-"""corruption -> side in pixels -> parameters by severity (the published scripts')."""
+"""corruption -> side in pixels -> parameters by severity (the published scripts'), in the order of ImageNet-C's tables.
+"""
+
+
+def check_side(side: int) -> None:
+    """Refuses images of a side for which no corruption is defined."""
+    if side not in SIDES:
+        raise RunError(f"corruptions are defined for images of {', '.join(map(str, SIDES))} pixels, not {side}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,9 @@ from pointsman.routing import Routing
 from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, eval_top_k, map_routing
 from pointsman_lab.progress import check_stop
 from pointsman_lab.tasks.images.augment import evaluation_batches
-from pointsman_lab.tasks.images.corruptions import CORRUPTIONS
 from pointsman_lab.tasks.images.part import ImagePart
 from pointsman_lab.tasks.images.scores import calibration, detection
-from pointsman_lab.tasks.images.sources import SEVERITIES
+from pointsman_lab.tasks.images.severities import PARAMETERS, SEVERITIES
 from pointsman_lab.tasks.images.task import HEADER, predictions
 from pointsman_lab.tasks.images.vit import VisionTransformer
 
@@ -146,8 +146,8 @@ def under_corruptions(
     for k in values:
         frame.take("clean", k, before[k])
     if frame.how.progress:
-        frame.how.progress.phase("corruptions", len(CORRUPTIONS) * len(SEVERITIES))
-    for number, (name, severity) in enumerate((c, s) for c in CORRUPTIONS for s in SEVERITIES):
+        frame.how.progress.phase("corruptions", len(PARAMETERS) * len(SEVERITIES))
+    for number, (name, severity) in enumerate(product(PARAMETERS, SEVERITIES)):
         part = corrupted(name, severity)
         where = {"corruption": name, "severity": severity}
         aligned = np.array_equal(part.labels, clean.labels)

@@ -14,20 +14,12 @@ import numpy as np
 
 from pointsman._errors import RunError
 from pointsman_lab._files import open_new, replacing, user_cache_folder
-from pointsman_lab.tasks.images.corruptions import CORRUPTIONS, corrupt
 from pointsman_lab.tasks.images.image_set import ImageSet
 from pointsman_lab.tasks.images.part import ImagePart, Pixels
+from pointsman_lab.tasks.images.severities import SEVERITIES
 from pointsman_lab.tasks.images.task import open_images
 
 VERSION = 2  # of the corruptions: a change of a picture needs a new one
-SEVERITIES = range(1, 6)
-
-
-def chosen_rows(part: ImagePart, budget: int | None) -> list[int]:
-    """Numbers of at most `budget` images, evenly spaced; None: of all."""
-    if budget is None or budget >= len(part):
-        return list(range(len(part)))
-    return sorted(set(np.linspace(0, len(part) - 1, budget).astype(int).tolist()))
 
 
 class Corrupted:
@@ -79,14 +71,11 @@ class Corrupted:
                 return kept
         except (OSError, ValueError, EOFError):
             pass  # missing or damaged: computed anew
+        from pointsman_lab.tasks.images.corruptions import corrupt  # scipy, which published files need not
+
         made = np.concatenate(
             [corrupt(self.clean.pixels([at]), corruption, severity, row) for at, row in enumerate(self.rows)]
         )
         with replacing(file) as aside, open_new(aside) as opened:
             np.save(opened, made)
         return made
-
-
-def check_corruptions(side: int) -> None:
-    """Refuses images of a side for which no corruption is defined."""
-    corrupt(np.zeros((0, side, side, 3), dtype=np.uint8), next(iter(CORRUPTIONS)), 1)
