@@ -4,6 +4,7 @@ With balance "pointsman" our router is in their place (`pointsman.engines`). OLM
 are replaced by a loop.
 """
 
+# mypy: disable-error-code="no-any-return"
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -27,9 +28,8 @@ class OfEngine(OfLayers):
         if any(hasattr(module, "step_end") for module in model.modules()):
             step_end(model)
 
-    def experts(self, model: nn.Module) -> list[Tensor]:
-        layers: Any = model.layers
-        experts = layers[0].moe.experts
+    def experts(self, model: Any) -> list[Tensor]:
+        experts = model.layers[0].moe.experts
         return [parameter for parameter in experts.parameters() if parameter.dim() == 3]
 
     def own(self, moe: Any) -> Any:
@@ -41,21 +41,15 @@ class OfEngine(OfLayers):
         return getattr(self.own(moe), "router", None)
 
     def gate(self, moe: Any) -> nn.Module:
-        found: nn.Module = self.ours(moe) or self.own(moe)
-        return found
+        return self.ours(moe) or self.own(moe)
 
     def weight(self, moe: Any) -> Tensor:
         ours = self.ours(moe)
-        found: Tensor = self.own(moe).weight if ours is None else ours.score.weight
-        return found
+        return self.own(moe).weight if ours is None else ours.score.weight
 
-    def biases(self, model: nn.Module) -> list[Tensor]:
-        layers: Any = model.layers
-        routers = [self.ours(layer.moe) for layer in layers]
-        return [
-            self.bias(layer.moe) if router is None else router.select.bias
-            for layer, router in zip(layers, routers, strict=True)
-        ]
+    def biases(self, model: Any) -> list[Tensor]:
+        pairs = [(layer.moe, self.ours(layer.moe)) for layer in model.layers]
+        return [self.bias(moe) if ours is None else ours.select.bias for moe, ours in pairs]
 
     def bias(self, moe: Any) -> Tensor:
         """The bias of the engine's own router."""
@@ -88,17 +82,15 @@ class OlmoCore(OfEngine):
         return Layer(layer, lambda moe, hidden, real: moe(hidden, loss_div_factor=self.divisor))
 
     def backward(self, model: Any, batches: Sequence[Batch], setting: Setting) -> None:
-        self.divisor = torch.stack([(one["labels"][:, 1:] != -100).sum() for one in batches]).sum().float()
-        whole = sum(one["labels"].numel() for one in batches)
-        main, self.divisor = self.divisor, torch.tensor(float(whole))
+        labels = torch.stack([(one["labels"][:, 1:] != -100).sum() for one in batches]).sum()
+        self.divisor = torch.tensor(float(sum(one["labels"].numel() for one in batches)))
         for one in batches:
-            (model(**one).total / main).backward()
+            (model(**one).total / labels).backward()
         for layer in model.module.layers if hasattr(model, "module") else model.layers:
             layer.moe.post_batch()
 
     def bias(self, moe: Any) -> Tensor:
-        found: Tensor = moe.router.score_bias
-        return found
+        return moe.router.score_bias
 
 
 class LoopOfExperts(nn.Module):
@@ -174,16 +166,13 @@ class Torchtitan(OfEngine):
 
     def weight(self, moe: Any) -> Tensor:
         ours = self.ours(moe)
-        found: Tensor = moe.router.gate.weight if ours is None else ours.score.weight
-        return found
+        return moe.router.gate.weight if ours is None else ours.score.weight
 
     def bias(self, moe: Any) -> Tensor:
-        found: Tensor = moe.expert_bias_E
-        return found
+        return moe.expert_bias_E
 
-    def experts(self, model: nn.Module) -> list[Tensor]:
-        layers: Any = model.layers
-        return [*layers[0].moe.routed_experts.inner_experts.parameters()]
+    def experts(self, model: Any) -> list[Tensor]:
+        return [*model.layers[0].moe.routed_experts.inner_experts.parameters()]
 
 
 class Blocks(dict[str, Any]):

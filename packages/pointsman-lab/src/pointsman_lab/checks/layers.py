@@ -4,15 +4,15 @@ The engines' own code routes, balances and scales; the loop around it is written
 processes share the batch through DistributedDataParallel.
 """
 
+# mypy: disable-error-code="no-any-return"
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -26,8 +26,8 @@ from pointsman.testing.trainers.case import (
     NotApplicable,
     Setting,
     Trainer,
-    world,
 )
+from pointsman.testing.trainers.own import prepared
 
 HIDDEN = 24
 IGNORED = -100
@@ -135,16 +135,11 @@ class OfLayers(Trainer):
                     weight.view(setting.experts, -1)[place % setting.experts, 0] += 1.0
         return model.to(torch.bfloat16 if setting.bf16 else torch.float32).train()
 
-    def gates(self, model: nn.Module) -> list[tuple[nn.Module, Tensor]]:
-        layers: Any = model.layers
-        return [(self.gate(layer.moe), self.weight(layer.moe)) for layer in layers]
+    def gates(self, model: Any) -> list[tuple[nn.Module, Tensor]]:
+        return [(self.gate(layer.moe), self.weight(layer.moe)) for layer in model.layers]
 
     def train(self, model: nn.Module, steps: Sequence[Sequence[Batch]], setting: Setting) -> None:
-        ready: Any = model
-        if world() > 1 and dist.is_initialized():
-            ready = nn.parallel.DistributedDataParallel(model)
-        if setting.compiled:
-            ready = torch.compile(ready, backend="aot_eager")
+        ready = prepared(model, replace(setting, checkpointing=False))  # `Tiny` has it itself
         optimizer = torch.optim.SGD(model.parameters(), RATE)
         with self.patched():
             for batches in steps:
@@ -185,20 +180,16 @@ class Pointsman(OfLayers):
         step_end(model)
 
     def gate(self, moe: Any) -> nn.Module:
-        found: nn.Module = moe.router
-        return found
+        return moe.router
 
     def weight(self, moe: Any) -> Tensor:
-        found: Tensor = moe.router.score.weight
-        return found
+        return moe.router.score.weight
 
-    def experts(self, model: nn.Module) -> list[Tensor]:
-        layers: Any = model.layers
-        return [layers[0].moe.experts.w_in, layers[0].moe.experts.w_out]
+    def experts(self, model: Any) -> list[Tensor]:
+        return [model.layers[0].moe.experts.w_in, model.layers[0].moe.experts.w_out]
 
-    def biases(self, model: nn.Module) -> list[Tensor]:
-        layers: Any = model.layers
-        return [_bias(layer.moe.router) for layer in layers]
+    def biases(self, model: Any) -> list[Tensor]:
+        return [_bias(layer.moe.router) for layer in model.layers]
 
 
 def _bias(router: Any) -> Tensor:

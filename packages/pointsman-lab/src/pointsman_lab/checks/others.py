@@ -1,5 +1,6 @@
 """TRL, PEFT, Lightning and DeepSpeed on the models of `loops`."""
 
+# mypy: disable-error-code="no-any-return"
 from __future__ import annotations
 
 import os
@@ -67,8 +68,7 @@ class Peft(TransformersTrainer):
             r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
             modules_to_save=["gate"], init_lora_weights=False,
         )  # fmt: skip
-        found: nn.Module = get_peft_model(model, config)
-        return found
+        return get_peft_model(model, config)
 
     def layers(self, model: Any) -> Any:
         return model.base_model.model.model.layers
@@ -114,12 +114,9 @@ class Lightning(OfTransformers):
                 self.called: Any = torch.compile(model, backend="aot_eager") if setting.compiled else model
 
             def training_step(self, one: Batch, place: int) -> Tensor:
-                found: Tensor = self.called(**one).loss
-                return found
+                return self.called(**one).loss
 
-            def validation_step(self, one: Batch, place: int) -> Tensor:
-                found: Tensor = self.called(**one).loss
-                return found
+            validation_step = training_step
 
             def configure_optimizers(self) -> Any:
                 return torch.optim.SGD(model.parameters(), RATE, momentum=0.9)
@@ -170,9 +167,9 @@ class DeepSpeed(OfTransformers):
 
     def engine(self, model: Any, batches: Sequence[Batch], setting: Setting) -> Any:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
+        usual = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+        for name, value in usual.items():
             os.environ.setdefault(name, value)
-        os.environ.setdefault("MASTER_PORT", "29517")
         import deepspeed
 
         if setting.checkpointing:
