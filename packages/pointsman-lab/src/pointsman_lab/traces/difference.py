@@ -8,7 +8,7 @@ left, the share that the noise of the logits predicts is called noise. Nothing i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,7 +63,7 @@ def compare(a: RoutingTrace, b: RoutingTrace) -> Difference:
     before = now = _share(a, b)
     if kinds:
         before = 1.0
-    found = _explained(a, b, now, list(_rearrangements(a, b)))
+    found = _explained(a, b, now, [*_token_orders(a, b), *_layer_orders(a, b)])
     if found is None and now:  # one fault can hide another
         pairs = [
             (f"{first}, {second}", one, other)
@@ -185,13 +185,8 @@ def _between(a: RoutingTrace, at: int, b: RoutingTrace, start: int, length: int)
     return int(other.sum()) / max(1, int(known.sum()))
 
 
-def _rearrangements(a: RoutingTrace, b: RoutingTrace) -> Iterator[Undone]:
-    """(name, a, b) with one kind of fault undone."""
-    yield from _token_orders(a, b)
-    yield from _layer_orders(a, b)
-
-
 def _token_orders(a: RoutingTrace, b: RoutingTrace) -> Iterator[Undone]:
+    """(name, a, b) with one kind of fault undone."""
     for by in (1, -1):
         yield f"shifted by a token ({by:+d})", *_shifted(a, b, by)
     number = len(a.lengths)
@@ -211,11 +206,8 @@ def _layer_orders(a: RoutingTrace, b: RoutingTrace) -> Iterator[Undone]:
         return
     for by in range(1, len(names)):
         turned = dict(zip(names, names[by:] + names[:by], strict=True))
-        yield (
-            f"layers misaligned by {by if 2 * by <= len(names) else by - len(names):+d}",
-            a,
-            _with_layers(a, b, turned),
-        )
+        shown = by if 2 * by <= len(names) else by - len(names)
+        yield f"layers misaligned by {shown:+d}", a, _with_layers(a, b, turned)
     matched = _matched_layers(a, b)
     if matched is not None:
         yield "layers in another order", a, _with_layers(a, b, matched)
@@ -234,12 +226,11 @@ def _shifted(a: RoutingTrace, b: RoutingTrace, by: int) -> tuple[RoutingTrace, R
 
 def _matched_layers(a: RoutingTrace, b: RoutingTrace) -> dict[str, str] | None:
     """Each layer of `a` with the layer of `b` that differs least; None where two take the same one."""
-    found: dict[str, str] = {}
-    share: Callable[[str, str], float] = lambda one, other: float(  # noqa: E731
-        differing(a.experts[one], b.experts[other])[0].double().mean()
-    )
-    for name in a.layers:
-        found[name] = min(b.layers, key=lambda other: share(name, other))
+
+    def nearest(name: str) -> str:
+        return min(b.layers, key=lambda other: int(differing(a.experts[name], b.experts[other])[0].sum()))
+
+    found = {name: nearest(name) for name in a.layers}
     return found if len(set(found.values())) == len(found) else None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import Any
 
 import torch
@@ -47,8 +47,7 @@ def replicated(loads: Tensor, devices: int, spare: int) -> Placement:
 def _packed(weights: Iterable[tuple[float, int]], devices: int) -> Placement:
     ordered = sorted(weights, reverse=True)
     room = -(-len(ordered) // devices)
-    heap: list[tuple[float, int]] = [(0.0, device) for device in range(devices)]
-    heapify(heap)
+    heap = [(0.0, device) for device in range(devices)]
     placed: list[list[int]] = [[] for _ in range(devices)]
     for load, expert in ordered:
         total, device = heappop(heap)
