@@ -58,18 +58,18 @@ def plan(
     alike: dict[str, Tensor] = {}
 
     def observe(layer: str, routing: Any, context: object, hidden: Tensor) -> None:
-        logits = routing.logits[found.mask.to(hidden.device)] if found.mask is not None else routing.logits
+        logits = routing.logits[found.mask.to(hidden.device)]
         alike[layer] = alike.get(layer, torch.zeros(())) + (logits.double().T @ logits.double()).cpu()
 
     with expert_sums(gates, everywhere=method == "hc-smoe") as found, GateListener(model, "compress").listen(observe):
         for batch in batches:
             found.mask = (batch.kinds == TEXT).reshape(-1)
             measured(model, [batch])
-    counts = {layer: of.count for layer, of in found.layers.items()}
-    middle = torch.cat([of.peak for of in found.layers.values()]).median()
-    first = {layer: of.peak > SUPER * middle for layer, of in found.layers.items()}
+    counts = {layer: of["count"] for layer, of in found.layers.items()}
+    middle = torch.cat([of["peak"] for of in found.layers.values()]).median()
+    first = {layer: of["peak"] > SUPER * middle for layer, of in found.layers.items()}
     if method == "hc-smoe":
-        everywhere = {layer: of.everywhere for layer, of in found.layers.items()}
+        everywhere = {layer: of["everywhere"] for layer, of in found.layers.items()}
         return _clusters(everywhere, counts, first, least, total), counts
     if method == "m-smoe":
         heads = _best(gates, counts, least, total, first)
@@ -109,12 +109,12 @@ def _scores(found: Observed, method: str) -> dict[str, Tensor]:
     """Layer -> [E]; the smallest are pruned."""
     scores = {}
     for layer, of in found.layers.items():
-        count = of.count.clamp_min(1)
+        count = of["count"].clamp_min(1)
         scores[layer] = {
-            "reap": of.weighted / count,
-            "frequency": of.count,
-            "norm": of.weighted,
-            "mean": of.square - of.output.square().sum(1) / count,
+            "reap": of["weighted"] / count,
+            "frequency": of["count"],
+            "norm": of["weighted"],
+            "mean": of["square"] - of["output"].square().sum(1) / count,
         }[method]
     return scores
 

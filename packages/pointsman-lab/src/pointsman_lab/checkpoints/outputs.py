@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,38 +26,27 @@ def why_unreadable(gate: Gate) -> str | None:
     return None
 
 
-@dataclass
-class ExpertSums:
-    """Sums of one layer over the text's tokens that chose each expert, in float64; f = its output, g = its weight.
+Sums = dict[str, Tensor]
+"""Sums of one layer over the text's tokens that chose each expert, in float64; f = its output, g = its weight.
 
-    Attributes:
-        count [E], weighted [E] (g |f|), peak [E] (max |f_i|).
-        output [E, dim] (f), square [E] (|f|^2).
-        everywhere [E, dim]: f over all tokens, chosen or not, where that was asked for; tokens: their number.
-    """
-
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    tokens: int = 0
-
-    def add(self, **values: Tensor) -> None:
-        for name, value in values.items():
-            value, mine = value.double().cpu(), self.sums.get(name)
-            self.sums[name] = value if mine is None else torch.maximum(mine, value) if name == "peak" else mine + value
-
-    def __getattr__(self, name: str) -> Tensor:
-        try:
-            found: Tensor = self.__dict__["sums"][name]
-        except KeyError:
-            raise AttributeError(name) from None
-        return found
+"count" [E]; "weighted" [E], g |f|; "peak" [E], max |f_i|; "output" [E, dim], f; "square" [E], |f|^2; "everywhere"
+[E, dim], f over all tokens, chosen or not, where that was asked for.
+"""
 
 
 class Observed:
     """The layers' sums; `mask` [B*T] bool says which tokens of the next forward count."""
 
+    mask: Tensor
+
     def __init__(self, layers: Sequence[str]) -> None:
-        self.layers = {layer: ExpertSums() for layer in layers}
-        self.mask: Tensor | None = None
+        self.layers: dict[str, Sums] = {layer: {} for layer in layers}
+
+    def add(self, layer: str, values: Mapping[str, Tensor]) -> None:
+        sums = self.layers[layer]
+        for name, value in values.items():
+            value, join = value.double().cpu(), torch.maximum if name == "peak" else torch.add
+            sums[name] = join(sums[name], value) if name in sums else value
 
 
 @contextmanager
@@ -85,12 +73,10 @@ def _hook(gate: Gate, found: Observed, everywhere: bool) -> Any:
         hidden, indices, weights = (*args, *kwargs.values())[:3]
         hidden, indices = hidden.reshape(-1, hidden.shape[-1]), indices.reshape(-1, indices.shape[-1])
         weights = weights.reshape(indices.shape).double()
-        real = torch.ones(len(hidden), dtype=torch.bool) if found.mask is None else found.mask
-        real, compute, sums = real.to(hidden.device), SingleExpert(experts), found.layers[gate.layer]
+        real = found.mask.to(hidden.device)
         if (offloaded := getattr(experts, "_hf_hook", None)) is not None:
             offloaded.pre_forward(experts)  # accelerate reads the weights from the disk; the forward lets them go
-            compute = SingleExpert(experts)
-        rows = []
+        compute, rows = SingleExpert(experts), []
         for expert in range(gate.num_experts):
             token, place = torch.nonzero((indices == expert) & real[:, None], as_tuple=True)
             out = compute(hidden[token], expert).double()
@@ -103,8 +89,7 @@ def _hook(gate: Gate, found: Observed, everywhere: bool) -> Any:
             if everywhere:
                 row["everywhere"] = compute(hidden[real], expert).double().sum(0)
             rows.append(row)
-        sums.add(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]})
-        sums.tokens += int(real.sum())
+        found.add(gate.layer, {name: torch.stack([row[name] for row in rows]) for name in rows[0]})
 
     return hook
 

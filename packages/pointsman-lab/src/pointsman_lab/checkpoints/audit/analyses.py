@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pointsman.diagnostics.base import number
 from pointsman.hf.gates import survey
 from pointsman.hf.top_k import gate_top_k
+from pointsman.ops.selection import members
 from pointsman.traces import RoutingTrace
 from pointsman_lab.checkpoints.audit.blocks import Blocks
 from pointsman_lab.checkpoints.audit.serving import served, serving
@@ -132,7 +133,9 @@ def across(trace: RoutingTrace) -> list[dict[str, Any]]:
     """
     found = []
     for one, two in zip(trace.layers, trace.layers[1:], strict=False):
-        mine, its = (_members(trace.experts[name], trace.num_experts[name]) for name in (one, two))
+        mine, its = (
+            members(trace.experts[name].clamp_min(-1).long(), trace.num_experts[name]).double() for name in (one, two)
+        )
         joint = mine.T @ its
         lift = joint * trace.tokens / torch.outer(mine.sum(0), its.sum(0)).clamp_min(1)
         lift = torch.where(joint >= LEAST_TOGETHER, lift, 0.0)
@@ -147,12 +150,6 @@ def across(trace: RoutingTrace) -> list[dict[str, Any]]:
         ]
         found.append({"layers": [one, two], "bits": bits, "pairs": pairs})
     return found
-
-
-def _members(experts: Tensor, num_experts: int) -> Tensor:
-    """[N, E]: 1 where a token chose the expert."""
-    hot = torch.zeros(len(experts), num_experts + 1, dtype=torch.float64)
-    return hot.scatter_(1, experts.clamp_min(-1).long() + 1, 1.0)[:, 1:]
 
 
 def prunings(

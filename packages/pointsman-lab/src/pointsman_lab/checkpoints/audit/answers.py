@@ -15,17 +15,6 @@ from pointsman_lab.intervals import ratio
 ANSWER_TOKENS = 256
 
 
-class _Answered:
-    """Stops a generation when the answer is in what was generated."""
-
-    def __init__(self, tokenizer: Any, given: int, answer: str) -> None:
-        self.tokenizer, self.given, self.answer, self.found = tokenizer, given, answer, False
-
-    def __call__(self, ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.found = self.answer in self.tokenizer.decode(ids[0, self.given :], skip_special_tokens=True)
-        return torch.full((len(ids),), self.found, dtype=torch.bool, device=ids.device)
-
-
 def prompt_ids(tokenizer: Any, prompt: Any) -> Tensor:
     """The tokens [1, T] of a text, or of messages in the chat template; ValueError if there are none."""
     chat = {"add_generation_prompt": True, "return_tensors": "pt"}
@@ -43,13 +32,18 @@ def prompt_ids(tokenizer: Any, prompt: Any) -> Tensor:
 @torch.no_grad()
 def _spent(model: Any, tokenizer: Any, ids: Tensor, answer: str, most: int) -> tuple[int, bool]:
     """Tokens generated until the answer, the end of the text or `most`; whether the answer came."""
-    ids = ids.to(next(model.parameters()).device)
+    ids, found = ids.to(next(model.parameters()).device), False
     begun = 1 if model.config.is_encoder_decoder else ids.shape[1]
-    stop = _Answered(tokenizer, begun, answer)
+
+    def stop(ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        nonlocal found
+        found = answer in tokenizer.decode(ids[0, begun:], skip_special_tokens=True)
+        return torch.full((len(ids),), found, dtype=torch.bool, device=ids.device)
+
     end = [i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None]
     given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "num_beams": 1, "max_new_tokens": most}
     out = model.generate(ids, **given, stopping_criteria=[stop], pad_token_id=end[0] if end else None)
-    return out.shape[1] - begun, stop.found
+    return out.shape[1] - begun, found
 
 
 def answers(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,25 +22,18 @@ WITHOUT = {
 def routers_of(model: nn.Module) -> dict[str, dict[str, str | float | None]]:
     """Layer -> router: the spec with the same choice and weights, or None; without: why; shared_experts: how many."""
     gates, reasons = survey(model)
-    specs = counterparts(gates)
+    specs: dict[Any, str | None] = {}
     found: dict[str, dict[str, str | float | None]] = {}
     for name, _, reason in (one.partition(": ") for one in reasons):
         found[name.rpartition(".")[0]] = {"router": None, "without": reason, "shared_experts": 0.0}
     for gate in gates:
-        spec = specs[gate.layer]
+        key = _settings(gate)
+        if key not in specs:  # gates of equal class and settings are compared once
+            specs[key] = counterpart(gate)
+        spec = specs[key]
         why = why_without(gate) if spec is None else None
         found[gate.layer] = {"router": spec, "without": why, "shared_experts": shared_experts(gate)}
     return found
-
-
-def counterparts(gates: Sequence[Gate]) -> dict[str, str | None]:
-    """Layer -> `counterpart` of its gate; gates of equal class and settings are compared once."""
-    found: dict[Any, str | None] = {}
-    for gate in gates:
-        key = _settings(gate)
-        if key not in found:
-            found[key] = counterpart(gate)
-    return {gate.layer: found[_settings(gate)] for gate in gates}
 
 
 def _settings(gate: Gate) -> tuple[Any, ...]:

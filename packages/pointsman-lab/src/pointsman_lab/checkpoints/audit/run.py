@@ -240,6 +240,10 @@ class AuditRun:
             text = bool(self.counts["text"])
             why = "the model does not return logits over its vocabulary for each token" if text else "no token is text"
             notes.append(f"no loss: {why}")
+        against = None
+        if self.other is not None:
+            other, gap = self.blocks.loss("against"), self.blocks.difference("against", self.own, 1)
+            against = finite({"loss": other["mean"], "half": other["half"], "difference": gap})
         unsupported = [f"{layer}: {reason}" for layer, reason in self.listener.unsupported.items()]
         return AuditResult(
             model=type(self.model).__name__,
@@ -248,17 +252,8 @@ class AuditRun:
             tokens=self.counts,
             quality=finite(quality),
             layers=finite(layers),
-            against=finite(self._against()) if self.other is not None else None,
+            against=against,
             protocol=protocol,
             notes=[*notes, *self.failed.values(), *unsupported],
-            analyses={},
             sample=sample,
         )
-
-    def _against(self) -> dict[str, Any]:
-        found = self.blocks.loss("against")
-        return {
-            "loss": found["mean"],
-            "half": found["half"],
-            "difference": self.blocks.difference("against", self.own, 1),
-        }

@@ -86,7 +86,7 @@ def super_experts(
         for batch in search:
             found.mask = (batch.kinds == TEXT).reshape(-1)
             row_losses(model, batch)
-    peaks = [(float(found.layers[g.layer].peak[e]), g, e) for g in gates for e in range(g.num_experts)]
+    peaks = [(float(found.layers[g.layer]["peak"][e]), g, e) for g in gates for e in range(g.num_experts)]
     if len(peaks) > EVERY:
         peaks = sorted(peaks, key=lambda one: -one[0])[:TRIED]
     base = measured(model, held_out)
