@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,6 +49,11 @@ class Case:
         """Hidden states [batch, length, dim], the same at every call."""
         generator = torch.Generator().manual_seed(5)
         return torch.randn(self.batch, self.length, self.dim, generator=generator)
+
+    def modes(self) -> Iterator[tuple[str, Router]]:
+        """The router in evaluation, then in training."""
+        for mode in ("evaluation", "training"):
+            yield mode, self.router().train(mode == "training")
 
 
 def attention_trace(hidden: Tensor, heads: int = 2, width: int = 5) -> AttentionTrace:
@@ -106,6 +111,11 @@ def route(router: Router, hidden: Tensor, seed: int = 3, **fields: object) -> Ro
     return routing
 
 
+def declared(router: Router, flag: str) -> bool:
+    """What the router declares in its present mode: whether it is `causal`, `batch_invariant` or `stochastic`."""
+    return bool(getattr(router, f"training_{flag}" if router.training else flag))
+
+
 def drops(router: Router) -> bool:
     """Whether a token may have fewer than k experts: by a limit of capacity, or since k is a cap."""
     return router.capacity is not None or router.ragged
@@ -129,11 +139,9 @@ def expect_close(left: Tensor, right: Tensor, what: str, rtol: float | None = No
     torch.testing.assert_close(left, right, rtol=rtol, atol=atol, msg=lambda told: f"{what}: {told}")
 
 
-def expect_refusal(call: Callable[[], object], mention: str, what: str) -> None:
-    """The call must raise a ValueError whose message contains `mention`."""
-    try:
-        call()
-    except ValueError as error:
-        expect(mention in str(error), f"{what}: the error must mention {mention!r}, got {str(error)!r}")
-        return
-    raise AssertionError(f"{what}: no ValueError")
+def expect_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: str, rtol: float, atol: float) -> None:
+    """The same names on both sides, and close values under each."""
+    one_side = ", ".join(sorted(found.keys() ^ wanted.keys()))
+    expect(not one_side, f"{what}: only with or only without: {one_side}")
+    for name, one in wanted.items():
+        expect_close(found[name], one, f"{what}: {name}", rtol=rtol, atol=atol)

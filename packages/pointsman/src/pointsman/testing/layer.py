@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from pointsman.layer import MoE
 from pointsman.recording import record_routing
 from pointsman.replay import replay_routing
 from pointsman.routing import Routing, RoutingContext
-from pointsman.testing.case import Case, context_for, expect, expect_close, expect_equal, route
+from pointsman.testing.case import Case, context_for, expect, expect_close, expect_equal, expect_same, route
 
 
 def gradients(case: Case) -> None:
@@ -39,20 +39,14 @@ def gradients(case: Case) -> None:
 
 
 def nothing_to_do(case: Case) -> None:
-    """No token and no sequence pass through the layer, forward and backward, in float32 and bf16, without a NaN."""
+    """No token, no sequence, and padding alone pass the layer, forward and backward, in float32 and bf16: no NaN."""
     for dtype in (torch.float32, torch.bfloat16):
-        for batch, length in ((2, 0), (0, 5)):
-            layer = case.layer().to(dtype)
-            hidden = torch.randn(batch, length, case.dim, dtype=dtype, requires_grad=True)
-            output = layer(hidden, context_for(layer.router, hidden.detach()))
-            expect(output.shape == hidden.shape, f"{batch} sequences of {length} tokens: {list(output.shape)}")
-            add_losses(output.sum(), layer).backward()  # type: ignore[no-untyped-call]
-            step_end(layer)
-            gradients = [("the input", hidden.grad), *((name, one.grad) for name, one in layer.named_parameters())]
-            found = [*((f"the gradient of {name}", one) for name, one in gradients), *layer.router.named_buffers()]
-            for name, one in found:
-                finite = one is None or bool(torch.isfinite(one).all())
-                expect(finite, f"{batch} sequences of {length} tokens: {name} is not finite")
+        for batch, length in ((2, 0), (0, 5), (2, 3)):
+            layer, hidden = case.layer().to(dtype), torch.randn(batch, length, case.dim, dtype=dtype)
+            mask = torch.zeros(batch, length, dtype=torch.bool) if hidden.numel() else None
+            for name, one in step(layer, hidden, layer, padding_mask=mask).items():
+                told = f"{batch} sequences of {length} tokens, none real: {name} is not finite"
+                expect(bool(torch.isfinite(one).all()), told)
 
 
 def activation_checkpointing(case: Case) -> None:
@@ -141,9 +135,8 @@ def hooks_on_the_experts(case: Case) -> None:
 
 def records(case: Case) -> None:
     """record_routing keeps the last routing of each layer, detached, or hands each on to a callback."""
-    model, hidden = nn.ModuleDict({"block": case.layer()}), case.hidden()
-    block = model["block"]
-    assert isinstance(block, MoE)
+    block, hidden = case.layer(), case.hidden()
+    model = nn.ModuleDict({"block": block})
     context = context_for(block.router, hidden)
     with record_routing(model) as recorded:
         block(hidden, context)
@@ -162,11 +155,8 @@ def records(case: Case) -> None:
 
 def replayed(case: Case) -> None:
     """A replayed routing has the recorded experts and gives the same output and gradients, or is refused."""
-
-    model = nn.ModuleDict({"block": case.layer()})
-    block = model["block"]
-    assert isinstance(block, MoE)
-    router = block.router
+    block = case.layer()
+    model, router = nn.ModuleDict({"block": block}), block.router
 
     def run(experts: Mapping[str, Routing]) -> tuple[Routing, dict[str, Tensor]]:
         hidden = case.hidden().requires_grad_()
@@ -192,17 +182,13 @@ def replayed(case: Case) -> None:
             return
         expect_equal(again.experts, before.experts, "experts")
         expect_close(again.weights, before.weights, "weights")
-        expect(not (only := sorted(wanted.keys() ^ found.keys())), f"only with or only without: {', '.join(only)}")
-        for name, value in wanted.items():
-            expect_close(found[name], value, name, rtol=1e-4, atol=1e-5)
+        expect_same(found, wanted, "replayed", rtol=1e-4, atol=1e-5)
 
 
 def materialized(case: Case) -> None:
     """materialize keeps logits and experts, or refuses with the layer's name and changes nothing."""
-    model, hidden = nn.ModuleDict({"block": case.layer()}).eval(), case.hidden()
-    block = model["block"]
-    assert isinstance(block, MoE)
-    router = block.router
+    block, hidden = case.layer().eval(), case.hidden()
+    model, router = nn.ModuleDict({"block": block}), block.router
     before = route(router, hidden)
     try:
         materialize(model)
@@ -216,68 +202,55 @@ def materialized(case: Case) -> None:
     expect_equal(after.experts, before.experts, "experts")
 
 
+def step(layer: MoE, hidden: Tensor, call: Callable[..., Tensor], **fields: object) -> dict[str, Tensor]:
+    """What a training step on `call(hidden)` leaves, by name: output, gradients, losses and the router's buffers."""
+    context = context_for(layer.router, hidden, **fields)
+    hidden = hidden.clone().requires_grad_()
+    torch.manual_seed(3)
+    with warnings.catch_warnings():  # the compiler's own
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        output = call(hidden, context)
+    expect(output.shape == hidden.shape, f"{list(hidden.shape)} went in, {list(output.shape)} came out")
+    loss = (hidden + output).square().sum() / max(1, output.numel())  # as behind a residual connection
+    found = {f"the loss {name!r}": one.detach() for name, one in losses(layer)[""].items()}
+    (add_losses(loss, layer) if layer.delivery.how == "collect" else loss).backward()  # type: ignore[no-untyped-call]
+    step_end(layer)
+    assert hidden.grad is not None
+    found |= {"the output": output.detach(), "the input's gradient": hidden.grad}
+    found |= {f"the gradient of {name}": one.grad for name, one in layer.named_parameters() if one.grad is not None}
+    return found | {f"the buffer {name}": one for name, one in layer.router.named_buffers()}
+
+
 def compiles_in_training(case: Case, backend: str = "aot_eager") -> None:
     """torch.compile makes one graph of a layer in training and changes no output, loss, gradient or state.
 
     Several graphs are allowed with a mixer, where the backward gathers statistics for `step_end`, and where weights
     multiply the experts' inputs.
     """
-    found: list[dict[str, Tensor]] = []
     graphs: list[Any] = []
     compile_graph = torch._dynamo.lookup_backend(backend)
-    whole = True
 
     def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         graphs.append(graph)
         return compile_graph(graph, inputs)
 
-    for compiled in (False, True):
-        layer, hidden = case.layer(), case.hidden().requires_grad_()
-        layer.router.balance = layer.router.balance or 0.5
-        context = context_for(layer.router, hidden.detach())
-        torch._dynamo.reset()
-        torch.manual_seed(3)
-        with warnings.catch_warnings():  # the compiler's own
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
-            warnings.filterwarnings("ignore", category=DeprecationWarning)
-            if compiled:
-                output = torch.compile(layer, backend=counting)(hidden, context)
-            else:
-                output, routing = layer(hidden, context, return_routing=True)
-                whole = not routing.statistics and layer.router.mix is None and routing.combine.one_graph
-        add_losses(output.square().mean(), layer).backward()  # type: ignore[no-untyped-call]
-        step_end(layer)
-        assert hidden.grad is not None
-        named = {f"the gradient of {name}": one.grad for name, one in layer.named_parameters() if one.grad is not None}
-        named |= {f"the loss {name!r}": one for name, one in losses(layer)[""].items()}
-        named |= {f"the buffer {name}": one for name, one in layer.router.named_buffers()}
-        found.append({"the output": output.detach(), "the input's gradient": hidden.grad, **named})
-    plain, other = found
-    missing = sorted(plain.keys() ^ other.keys())
-    expect(not missing, f"only with or only without torch.compile: {', '.join(missing)}")
-    for name, one in plain.items():
-        expect_close(other[name], one, name, rtol=1e-4, atol=1e-6)
+    plain, other = case.layer(), case.layer()
+    plain.router.balance = other.router.balance = plain.router.balance or 0.5
+    routing = route(plain.router, case.hidden())
+    whole = not routing.statistics and plain.router.mix is None and routing.combine.one_graph
+    torch._dynamo.reset()
+    wanted = step(plain, case.hidden(), plain)
+    found = step(other, case.hidden(), torch.compile(other, backend=counting))
+    expect_same(found, wanted, "compiled", rtol=1e-4, atol=1e-6)
     expect(not whole or len(graphs) == 1, f"{len(graphs)} graphs instead of one")
 
 
 def trains_the_same_parameters(case: Case) -> None:
     """In float64 the same parameters get a gradient through a residual connection, eager and under torch.compile."""
-    found: list[dict[str, Tensor]] = []
-    for compiled in (False, True):
-        layer = case.layer(attach_losses=True).double()
-        layer.router.balance = layer.router.balance or 0.5
-        hidden = case.hidden().double().requires_grad_()
-        context = context_for(layer.router, hidden.detach())
-        torch._dynamo.reset()
-        torch.manual_seed(3)
-        with warnings.catch_warnings():  # the compiler's own
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
-            warnings.filterwarnings("ignore", category=DeprecationWarning)
-            output = (torch.compile(layer, backend="aot_eager") if compiled else layer)(hidden, context)
-        (hidden + output).square().mean().backward()
-        found.append({name: one.grad for name, one in layer.named_parameters() if one.grad is not None})
-    plain, other = found
-    missing = sorted(plain.keys() ^ other.keys())
-    expect(not missing, f"a gradient only with or only without torch.compile: {', '.join(missing)}")
-    for name, one in plain.items():
-        expect_close(other[name], one, name, rtol=1e-7, atol=1e-9)
+    plain, other = (case.layer(attach_losses=True).double() for _ in range(2))
+    plain.router.balance = other.router.balance = plain.router.balance or 0.5
+    torch._dynamo.reset()
+    wanted = step(plain, case.hidden().double(), plain)
+    found = step(other, case.hidden().double(), torch.compile(other, backend="aot_eager"))
+    expect_same(found, wanted, "compiled", rtol=1e-7, atol=1e-9)

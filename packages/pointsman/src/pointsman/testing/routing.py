@@ -6,6 +6,7 @@ Each check takes a `Case` and raises AssertionError; the first line of its docst
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import torch
 
@@ -13,7 +14,7 @@ from pointsman.control import set_top_k
 from pointsman.routers.frame.router import Router
 from pointsman.routers.frame.stages import Softmax
 from pointsman.routing import Routing
-from pointsman.testing.case import Case, context_for, drops, expect, expect_close, expect_equal, expect_refusal, route
+from pointsman.testing.case import Case, context_for, drops, expect, expect_close, expect_equal, route
 
 
 def any_width(router: Router, routing: Routing) -> bool:
@@ -198,6 +199,16 @@ def compiles(case: Case) -> None:
     plain = router(hidden, context)
     expect_equal(plain.experts, compiled.experts, "experts")
     expect_close(plain.weights, compiled.weights, "weights")
+
+
+def expect_refusal(call: Callable[[], object], mention: str, what: str) -> None:
+    """The call must raise a ValueError whose message contains `mention`."""
+    try:
+        call()
+    except ValueError as error:
+        expect(mention in str(error), f"{what}: the error must mention {mention!r}, got {str(error)!r}")
+        return
+    raise AssertionError(f"{what}: no ValueError")
 
 
 def bad_input(case: Case) -> None:
