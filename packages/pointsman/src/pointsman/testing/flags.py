@@ -10,13 +10,7 @@ from torch import Tensor
 
 from pointsman.routers.frame.router import Router
 from pointsman.routing import Routing, RoutingContext
-from pointsman.testing.case import Case, context_for, drops, expect, expect_close, route, segment
-
-
-def modes(case: Case) -> Iterator[tuple[str, Router]]:
-    """The router in evaluation, then in training."""
-    for mode in ("evaluation", "training"):
-        yield mode, case.router().train(mode == "training")
+from pointsman.testing.case import Case, context_for, declared, expect, expect_close, route, segment
 
 
 @torch.no_grad()
@@ -25,7 +19,7 @@ def modes_of_weights(case: Case) -> Iterator[tuple[str, list[Router]]]:
 
     Initial weights that are zero or even can hide what a flag speaks of.
     """
-    for (mode, router), (_, other) in zip(modes(case), modes(case), strict=True):
+    for (mode, router), (_, other) in zip(case.modes(), case.modes(), strict=True):
         torch.manual_seed(11)
         for parameter in other.score.parameters():
             if parameter.dim() > 1:
@@ -44,7 +38,7 @@ def by_token(routing: Routing) -> dict[str, Tensor]:
 def causal_flag(case: Case) -> None:
     """`causal` and `training_causal` are true exactly if a change at token t changes no routing before t."""
     for mode, routers in modes_of_weights(case):
-        causal = routers[0].training_causal if routers[0].training else routers[0].causal
+        causal = declared(routers[0], "causal")
         changed = False
         for router in routers:
             before = route(router, case.hidden())
@@ -69,10 +63,18 @@ def causal_flag(case: Case) -> None:
 def segments(case: Case) -> None:
     """A causal router routes a token at a time, or in segments with the state carried over, as the whole sequence."""
     router, hidden = case.router().eval(), case.hidden()
-    if router.stochastic or not router.causal or drops(router):
+    if router.stochastic or not router.causal:
         return
     context = context_for(router, hidden)
-    whole = router(hidden, context)
+
+    def rows(routing: Routing) -> dict[str, Tensor]:
+        chosen = torch.zeros(len(routing.probs), case.num_experts + 1).scatter(1, routing.experts + 1, 1)
+        given = {"probs": routing.probs, "logits": routing.logits}
+        if router.capacity is None and router.batch_invariant:  # else the choice may go by the number of tokens
+            given["experts"] = chosen[:, 1:]
+        return given
+
+    whole = rows(router(hidden, context))
     for cuts in (range(case.length + 1), (0, 4, 5, case.length)):
         past = None
         for start, stop in pairwise(cuts):
@@ -81,10 +83,10 @@ def segments(case: Case) -> None:
             below = context.below and {name: state[:, start:stop] for name, state in context.below.items()}
             seen = RoutingContext(attention=attention, token_ids=ids, past=past, below=below)
             part = router(hidden[:, start:stop], seen)
-            for name in ("probs", "logits"):
-                expected = getattr(whole, name).view(case.batch, case.length, -1)[:, start:stop].flatten(0, 1)
+            for name, one in rows(part).items():
+                expected = whole[name].view(case.batch, case.length, -1)[:, start:stop].flatten(0, 1)
                 what = f"{name} of tokens {start} to {stop - 1}, routed after the earlier ones"
-                expect_close(getattr(part, name), expected, what, atol=1e-6, rtol=1e-5)
+                expect_close(one, expected, what, atol=1e-6, rtol=1e-5)
             past = part.carry
 
 
@@ -92,7 +94,7 @@ def segments(case: Case) -> None:
 def batch_invariant_flag(case: Case) -> None:
     """`batch_invariant` and `training_batch_invariant` are true exactly if other sequences change nothing."""
     for mode, routers in modes_of_weights(case):
-        invariant = routers[0].training_batch_invariant if routers[0].training else routers[0].batch_invariant
+        invariant, stochastic = (declared(routers[0], flag) for flag in ("batch_invariant", "stochastic"))
         hidden, rows, changed, scored = case.hidden(), slice(case.length), set[str](), False
         for router, seed in ((router, seed) for router in routers for seed in range(4)):
             generator = torch.Generator().manual_seed(seed)
@@ -101,7 +103,7 @@ def batch_invariant_flag(case: Case) -> None:
             left, right = route(router, hidden), route(router, other)
             scored |= bool(left.logits.any())
             changed |= _changed(left, right, rows, rows)
-            if not (router.needs or router.score.below or router.stochastic or router.training_stochastic):
+            if not stochastic:
                 turned = route(router, hidden.flip(0))  # the place in the batch is of the other sequences, too
                 changed |= _changed(left, turned, rows, slice(len(turned.experts) - case.length, None))
         if invariant:
@@ -122,14 +124,16 @@ def _changed(left: Routing, right: Routing, rows: slice, others: slice) -> set[s
 
 @torch.no_grad()
 def stochastic_flag(case: Case) -> None:
-    """`stochastic` and `training_stochastic` are true exactly if two seeds give two routings."""
+    """`stochastic` and `training_stochastic` are true exactly if two seeds give two routings; else nothing is drawn."""
     for mode, routers in modes_of_weights(case):
-        stochastic = routers[0].training_stochastic if routers[0].training else routers[0].stochastic
-        same = True
+        stochastic, same = declared(routers[0], "stochastic"), True
         # far from uniform probabilities a draw may leave a choice alone; near to it, it shows
         for hidden, router in ((scale * case.hidden(), router) for scale in (100, 1) for router in routers):
             left, right = (route(router, hidden, seed=seed) for seed in (3, 4))
             for name in ("experts", "weights", "probs"):
                 same &= torch.equal(getattr(left, name), getattr(right, name))
+        after = torch.get_rng_state()
+        drawn = not torch.equal(after, torch.manual_seed(4).get_state())  # how the last routing began
+        expect(stochastic or not drawn, f"declared in {mode} not stochastic, but torch's generator moved")
         told = "stochastic, but two seeds agree" if same else "not stochastic, but two seeds differ"
         expect(same != stochastic or (same and not case.must_show), f"declared in {mode} {told}")
