@@ -14,7 +14,7 @@ from pointsman.control import set_top_k
 from pointsman.routers.frame.router import Router
 from pointsman.routers.frame.stages import Softmax
 from pointsman.routing import Routing
-from pointsman.testing.case import Case, context_for, drops, expect, expect_close, expect_equal, route
+from pointsman.testing.case import Case, context_for, declared, drops, expect, expect_close, expect_equal, route
 
 
 def any_width(router: Router, routing: Routing) -> bool:
@@ -37,10 +37,11 @@ def shapes_and_sums(case: Case) -> None:
 
     Nothing is NaN, and a token has no more experts on average than k, or than `Selector.cost` says.
     """
-    router, tokens = case.router().eval(), case.batch * case.length
+    router, hidden, tokens = case.router().eval(), case.hidden(), case.batch * case.length
+    hidden[0, 0] = 0  # no direction, and equal scores
     for k in values_of_k(router):
         set_top_k(router, k)
-        routing = route(router, case.hidden())
+        routing = route(router, hidden)
         chosen = k if not any_width(router, routing) else routing.experts.shape[-1]
         every = case.num_experts + len(router.virtual)
         for name, width in (("experts", chosen), ("weights", chosen), ("probs", every), ("logits", every)):
@@ -148,27 +149,28 @@ def one_sequence(case: Case) -> None:
 
 
 def padding(case: Case) -> None:
-    """Padding has expert -1 and weight 0, and changes no other token's routing and no loss."""
-    router, hidden = case.router(), case.hidden()
-    if router.training_stochastic:
-        return
-    router.balance, router.z_loss = 0.01, 0.001
-    mask = torch.ones(case.batch, case.length, dtype=torch.bool)
+    """Padding at either end has expert -1 and weight 0, and changes no other token's routing and no loss."""
+    hidden, mask = case.hidden(), torch.ones(case.batch, case.length, dtype=torch.bool)
     mask[0, 8:] = False
     mask[2, 5:] = False
-    torch.manual_seed(0)
-    other = torch.where(mask[..., None], hidden, 5 * torch.randn_like(hidden))
-    left, right = route(router, hidden, padding_mask=mask), route(router, other, padding_mask=mask)
-    real = mask.reshape(-1)
-    expect(bool((left.experts[~real] == -1).all()), "a padding token has an expert")
-    expect(bool((left.weights[~real] == 0).all()), "a padding token has a weight")
-    expect_equal(left.experts, right.experts, "experts after padding changed")
-    expect_close(left.weights, right.weights, "weights after padding changed")
-    for name in left.losses:
-        expect_close(left.losses[name], right.losses[name], f"the loss {name!r} after padding changed")
-    if router.training_batch_invariant:
-        alone = route(router, hidden[:1, :8])
-        expect_close(left.weights[:8], alone.weights, "weights of a sequence with padding and without")
+    for mode, router in case.modes():
+        router.balance, router.z_loss = 0.01, 0.001
+        mask[1, :3] = "attention" in router.needs  # the trace of which attends to all tokens before
+        torch.manual_seed(0)
+        other = torch.where(mask[..., None], hidden, 5 * torch.randn_like(hidden))
+        left, right = (route(router, given, padding_mask=mask) for given in (hidden, other))  # with equal draws
+        real = mask.reshape(-1)
+        expect(bool((left.experts[~real] == -1).all()), "a padding token has an expert")
+        expect(bool((left.weights[~real] == 0).all()), "a padding token has a weight")
+        expect_equal(left.experts, right.experts, f"experts in {mode} after padding changed")
+        expect_close(left.weights, right.weights, f"weights in {mode} after padding changed")
+        for name, loss in left.losses.items():
+            expect_close(right.losses[name], loss, f"the loss {name!r} in {mode} after padding changed")
+        if not declared(router, "stochastic"):
+            padded, alone = route(router, hidden[:1], padding_mask=mask[:1]), route(router, hidden[:1, :8])
+            expect_close(padded.weights[:8], alone.weights, f"weights in {mode} of a sequence with padding and without")
+            for name, loss in alone.losses.items():
+                expect_close(padded.losses[name], loss, f"the loss {name!r} in {mode} with padding and without")
 
 
 def state_dict(case: Case) -> None:
