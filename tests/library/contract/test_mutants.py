@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pointsman.experts.cpu import products
 from pointsman.routers.frame import registry
@@ -16,22 +16,25 @@ from pointsman.routers.frame.stage_values import LossInput, Scores, Selection
 from pointsman.routers.frame.stages import Loss, Selector, Stages
 from pointsman.routers.papers.topk import LinearScorer
 from pointsman.routing import RoutingContext
-from pointsman.testing import Case, layer, routing, steps
+from pointsman.testing import Case, flags, layer, routing, steps
 from pointsman.testing.contract import CHECKS, Check
 
 
 class Counting(Selector):
-    """Top-k with a bias that moves by what was counted: right, or wrong in one way."""
+    """Top-k with a bias that moves by what was counted: right, or wrong in one way; "drawing": of noisy scores."""
 
     def __init__(self, num_experts: int, kind: str) -> None:
         super().__init__()
-        self.kind, self.needs_step_end = kind, kind not in ("undeclared", "counts steps")
+        self.kind, _, drawing = kind.partition(", ")
+        self.training_stochastic = bool(drawing)
+        self.needs_step_end = kind not in ("undeclared", "counts steps")
         self.bias: Tensor
         self.register_buffer("bias", torch.zeros(num_experts))
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> Selection:
         probs = scores.probs.flatten(0, 1)
-        experts = (probs.detach() + self.bias).topk(k).indices
+        noise = 0.01 * torch.randn_like(probs) if self.training and self.training_stochastic else 0
+        experts = (probs.detach() + self.bias + noise).topk(k).indices
         hot = torch.zeros_like(probs).scatter_(1, experts, 1.0).detach()
         mask = context.padding_mask
         real = hot.new_ones(len(hot)) if mask is None else mask.flatten().to(hot.dtype)
@@ -41,7 +44,7 @@ class Counting(Selector):
             counts = counts / wanted.sum().clamp_min(1)
         if self.kind == "all tokens":  # does not depend on what the padding holds
             counts = counts + (len(real) - real.sum()) / len(counts)
-        if self.kind == "in the forward" and self.training:
+        if self.kind == ("in the forward" if self.training else "in evaluation"):
             self.bias += 0.01
         gathers = self.training and self.kind != "counts steps"
         return Selection(experts, probs.gather(-1, experts), statistics={"counts": counts} if gathers else {})
@@ -52,6 +55,82 @@ class Counting(Selector):
         if self.sums:
             counts = self.sums["counts"]
             self.bias.add_(0.01 * torch.sign(counts.mean() - counts))
+
+
+class Follows(Selector):
+    """No token takes the first expert of the token before it, which nothing carries on."""
+
+    def forward(self, scores: Scores, k: int, context: RoutingContext) -> Selection:
+        probs = scores.probs
+        taken = torch.zeros_like(probs).scatter_(-1, probs.argmax(-1, keepdim=True), 1.0)
+        taken = nn.functional.pad(taken, (0, 0, 1, 0))[:, :-1] * (k < probs.shape[-1])
+        experts = (probs - 2 * taken).flatten(0, 1).topk(k).indices
+        return Selection(experts, probs.flatten(0, 1).gather(1, experts))
+
+
+class Tied(Selector):
+    """All experts at least as good as the k-th."""
+
+    def forward(self, scores: Scores, k: int, context: RoutingContext) -> Selection:
+        probs = scores.probs.flatten(0, 1)
+        weights, experts = probs.sort(-1, descending=True)
+        width = int((weights >= weights[:, k - 1 : k]).sum(-1).amax()) if len(probs) else k
+        return Selection(experts[:, :width], weights[:, :width])
+
+
+class Changed(LinearScorer):
+    """The logits that a function makes of the right ones and the hidden states, under these flags."""
+
+    def __init__(self, layer: LayerSpec, change: Callable[[Changed, Tensor, Tensor], Tensor], **flags: object) -> None:
+        super().__init__(layer.dim, layer.num_experts)
+        self.change = change
+        for name, value in flags.items():
+            setattr(self, name, value)
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
+        return self.change(self, super().forward(hidden, context), hidden)
+
+
+class Halved(LinearScorer):
+    """A step halves the weight, undeclared."""
+
+    @torch.no_grad()
+    def step_end(self) -> None:
+        self.weight.div_(2)
+
+
+def less_the_mean(score: Changed, logits: Tensor, hidden: Tensor) -> Tensor:
+    """Of a sequence with its padding; noisy in training."""
+    mean = logits.sum(1, keepdim=True) / max(1, logits.shape[1])
+    return logits - mean + 0.1 * torch.randn_like(logits) * score.training
+
+
+def by_place(score: Changed, logits: Tensor, hidden: Tensor) -> Tensor:
+    """The first expert gets more with each sequence of the batch; noisy in training where that is declared."""
+    noise = 0.1 * torch.randn_like(logits) if score.training and score.training_stochastic else 0
+    place = torch.arange(len(logits), dtype=logits.dtype)[:, None, None]
+    return logits + nn.functional.pad(place.expand(*logits.shape[:2], 1), (0, logits.shape[2] - 1)) + noise
+
+
+def seeded(score: Changed, logits: Tensor, hidden: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return logits
+
+
+def of_directions(score: Changed, logits: Tensor, hidden: Tensor) -> Tensor:
+    return logits / hidden.norm(dim=-1, keepdim=True)
+
+
+STAGES: dict[str, Callable[[LayerSpec], Stages]] = {
+    "mean with padding": lambda layer: Stages(Changed(layer, less_the_mean, causal=False, training_stochastic=True)),
+    "by place, drawing": lambda layer: Stages(Changed(layer, by_place, training_stochastic=True)),
+    "by place, of token ids": lambda layer: Stages(Changed(layer, by_place, needs=frozenset({"token_ids"}))),
+    "reseeds": lambda layer: Stages(Changed(layer, seeded)),
+    "of directions": lambda layer: Stages(Changed(layer, of_directions)),
+    "halves its weight": lambda layer: Stages(Halved(layer.dim, layer.num_experts)),
+    "follows the token before": lambda layer: Stages(LinearScorer(layer.dim, layer.num_experts), select=Follows()),
+    "all that tie": lambda layer: Stages(LinearScorer(layer.dim, layer.num_experts), select=Tied()),
+}
 
 
 def with_loss(layer: LayerSpec, loss: Callable[[LinearScorer], Callable[[LossInput], Tensor]]) -> Stages:
@@ -75,6 +154,10 @@ LOSSES: dict[str, Callable[[LinearScorer], Callable[[LossInput], Tensor]]] = {
     "a right loss": lambda _: lambda given: real_rows(given).square().mean(),
     "closes over a parameter": closed,
     "grows with the tokens": lambda _: lambda given: real_rows(given).square().mean(-1).sum(),
+    "diluted by padding": lambda _: lambda given: real_rows(given).square().mean(-1).sum() / max(1, len(given.logits)),
+    "NaN for padding alone": lambda _: (
+        lambda given: real_rows(given).sum() / (1 if given.mask is None else given.mask.sum())
+    ),
 }
 
 
@@ -84,6 +167,8 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Case]:
 
     def case(kind: str) -> Case:
         def stages(layer: LayerSpec) -> Stages:
+            if kind in STAGES:
+                return STAGES[kind](layer)
             if kind in LOSSES:
                 return with_loss(layer, LOSSES[kind])
             return Stages(LinearScorer(layer.dim, layer.num_experts), select=Counting(layer.num_experts, kind))
@@ -101,11 +186,23 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Case]:
         ("padding alone", steps.statistics),
         ("all tokens", steps.statistics),
         ("mean", steps.statistics),
+        ("padding too, drawing", steps.statistics),
         ("undeclared", steps.state_moves_where_declared),
         ("counts steps", steps.state_moves_where_declared),
         ("in the forward", steps.state_moves_where_declared),
+        ("in evaluation", steps.state_moves_where_declared),
+        ("halves its weight", steps.state_moves_where_declared),
         ("closes over a parameter", steps.losses_of_their_own),
         ("grows with the tokens", steps.losses_of_their_own),
+        ("diluted by padding", routing.padding),
+        ("mean with padding", routing.padding),
+        ("NaN for padding alone", layer.nothing_to_do),
+        ("by place, drawing", flags.batch_invariant_flag),
+        ("by place, of token ids", flags.batch_invariant_flag),
+        ("reseeds", flags.stochastic_flag),
+        ("follows the token before", flags.segments),
+        ("of directions", routing.shapes_and_sums),
+        ("all that tie", routing.shapes_and_sums),
     ],
 )
 def test_a_mutant_is_killed(kind: str, check: Check, build: Callable[[str], Case]) -> None:
@@ -113,7 +210,7 @@ def test_a_mutant_is_killed(kind: str, check: Check, build: Callable[[str], Case
         check(build(kind))
 
 
-@pytest.mark.parametrize("kind", ["right", "a right loss"])
+@pytest.mark.parametrize("kind", ["right", "right, drawing", "a right loss"])
 def test_what_they_are_made_from_is_right(kind: str, build: Callable[[str], Case]) -> None:
     case = build(kind)
     compiling = (routing.compiles, layer.compiles_in_training, layer.trains_the_same_parameters)

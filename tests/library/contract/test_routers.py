@@ -183,18 +183,20 @@ class Cheat(Mixer):
         return mixed, {}, {}
 
 
+@pytest.mark.parametrize("router", ["smoe", "top-p"])
 @pytest.mark.parametrize("in_training", [False, True])
 @pytest.mark.parametrize(
     ("kind", "check"),
     [
         ("looks ahead", flags.causal_flag),
         ("forgets", flags.segments),
+        ("forgets", checks.padding),  # nor does it leave padding out
         ("sees other sequences", flags.batch_invariant_flag),
         ("draws", flags.stochastic_flag),
     ],
 )
 def test_a_mixer_with_a_false_flag_fails(
-    kind: str, check: Check, in_training: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, check: Check, in_training: bool, router: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if in_training and check is flags.segments:
         pytest.skip("models carry state over in evaluation")
@@ -203,4 +205,4 @@ def test_a_mixer_with_a_false_flag_fails(
     )
     assert "cheat" in list_mixers()
     with pytest.raises(AssertionError):
-        check(case("smoe+cheat"))
+        check(case(f"{router}+cheat"))

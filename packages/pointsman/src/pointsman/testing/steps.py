@@ -15,7 +15,7 @@ from pointsman.control import step_end
 from pointsman.delivery import add_losses
 from pointsman.layer import MoE
 from pointsman.ops.kernels import PLAIN, using
-from pointsman.testing.case import Case, context_for, expect, expect_close, expect_equal, route
+from pointsman.testing.case import Case, context_for, declared, expect, expect_close, expect_equal, expect_same, route
 
 
 def equals_the_reference(case: Case) -> None:
@@ -33,18 +33,12 @@ def equals_the_reference(case: Case) -> None:
             named = [("the input", hidden), *layer.named_parameters()]
             gradients = {f"the gradient of {name}": one.grad for name, one in named if one.grad is not None}
             found.append({"the output": output.detach(), **gradients})
-        fast, plain = found
-        expect(fast.keys() == plain.keys(), f"width {width}: a gradient that only one path has")
-        for name, one in plain.items():
-            expect_close(fast[name], one, f"width {width}: {name}", rtol=1e-4, atol=1e-5)
+        expect_same(found[0], found[1], f"width {width}", rtol=1e-4, atol=1e-5)
 
 
 def statistics(case: Case) -> None:
     """What a step gathers counts real tokens: padding adds nothing, and micro-batches add up to the batch."""
-    first, hidden = case.layer(), case.hidden()
-    if first.router.training_stochastic or not first.router.training_batch_invariant:
-        return
-    real = case.length - 3
+    router, hidden, real = case.router(), case.hidden(), case.length - 3
     other = hidden[:1].clone()
     other[:, real:] = 5
 
@@ -53,14 +47,18 @@ def statistics(case: Case) -> None:
         layer.router.balance = layer.router.balance or 0.5
         for rows, mask in parts:
             rows = rows.clone().requires_grad_()
+            torch.manual_seed(3)
             add_losses(layer(rows, context_for(layer.router, rows.detach(), padding_mask=mask)).sum(), layer).backward()  # type: ignore[no-untyped-call]
         return [one.double() for one in layer.router.gathered()]
 
     mask = torch.arange(case.length)[None] < real
-    alone = gathered((hidden[:1, :real], None))
-    for padded in (hidden[:1], other):
-        for one, expected in zip(gathered((padded, mask)), alone, strict=True):
-            expect_close(one, expected, "a statistic with padding and without", rtol=1e-4, atol=1e-5)
+    padded = gathered((hidden[:1], mask))
+    for one, expected in zip(gathered((other, mask)), padded, strict=True):
+        expect_close(one, expected, "a statistic with other padding", rtol=1e-4, atol=1e-5)
+    if declared(router, "stochastic") or not declared(router, "batch_invariant"):
+        return
+    for one, expected in zip(padded, gathered((hidden[:1, :real], None)), strict=True):
+        expect_close(one, expected, "a statistic with padding and without", rtol=1e-4, atol=1e-5)
     together, apart = gathered((hidden, None)), gathered((hidden[:1], None), (hidden[1:], None))
     for one, expected in zip(apart, together, strict=True):
         expect_close(one, expected, "a statistic of two micro-batches and of the batch", rtol=1e-4, atol=1e-5)
@@ -69,13 +67,14 @@ def statistics(case: Case) -> None:
 def state_moves_where_declared(case: Case) -> None:
     """`step_end` alone moves the state, and a router whose state it moves says so (`needs_step_end`)."""
     layer, hidden = case.layer(), case.hidden()
-    before = {name: one.clone() for name, one in layer.router.named_buffers()}
-    add_losses(layer(hidden, context_for(layer.router, hidden)).sum(), layer).backward()  # type: ignore[no-untyped-call]
+    before = {name: one.clone() for name, one in layer.router.state_dict().items()}
 
     def moved() -> list[str]:
-        return [name for name, one in layer.router.named_buffers() if not torch.equal(one, before[name])]
+        return [name for name, one in layer.router.state_dict().items() if not torch.equal(one, before[name])]
 
-    expect(not moved(), f"a forward in training moves {', '.join(moved())}, which belongs in step_end")
+    for training in (False, True):
+        add_losses(layer.train(training)(hidden, context_for(layer.router, hidden)).sum(), layer).backward()  # type: ignore[no-untyped-call]
+        expect(not moved(), f"a forward moves {', '.join(moved())}, which belongs in step_end")
     step_end(layer)
     told = f"step_end moves {', '.join(moved())}, but needs_step_end is false"
     expect(not moved() or layer.router.needs_step_end, told)
