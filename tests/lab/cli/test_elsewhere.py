@@ -54,6 +54,7 @@ OF_COMPARE = ["--routers", "smoe,mine", *RUN[2:]]
 def forget() -> None:
     """As if the process were a new one."""
     registry.ROUTERS.pop("mine", None)
+    registry.MIXERS.pop("chat", None)
     elsewhere._FOUND.clear()
     imports._IMPORTED.clear()
     imports._NAMED.clear()
@@ -170,6 +171,29 @@ def test_what_cannot_be_imported_is_one_line(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert says in lines[0]
+
+
+MIXER = '''
+import my_routers
+from pointsman.routers.frame.registry import register_mixer
+from pointsman.routers.frame.stages import Mixer
+
+
+@register_mixer("chat", paper="none")
+def chat(layer):
+    """Nothing yet."""
+    return Mixer()
+'''
+
+
+def test_an_exam_of_a_file_has_no_routers_that_it_imports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my_routers.py").write_text(SOURCE)
+    (tmp_path / "mixer.py").write_text(MIXER)
+    assert main(["exam", str(tmp_path / "mixer.py"), "--out", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().err
+    assert "registers no router itself; name specs instead" in told
+    assert " mine,smoe+" in told
+    assert "smoe+chat" in told
 
 
 @pytest.mark.parametrize(

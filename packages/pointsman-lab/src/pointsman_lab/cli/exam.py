@@ -76,11 +76,13 @@ def plan_of(values: argparse.Namespace) -> Plan:
         before = set(list_routers())
         imports.append(import_named(values.routers))
         of = {name: sys.modules.get((one.choose or one.build).__module__) for name, one in ROUTERS.items()}
-        here = {name for name, module in of.items() if getattr(module, "__file__", "") == imports[-1]}  # --import, too
-        rows = [name for name in list_routers() if name not in before - here]
-        if not rows:
-            mixers = ", ".join(f"smoe+{name}" for name in list_mixers())
-            raise RunError(f"{values.routers} registers no router but a mixer; name specs instead, as {mixers}")
+        rows = [name for name in list_routers() if getattr(of[name], "__file__", "") == imports[-1]]
+        if not rows:  # those of what it imports were not asked for
+            others = [name for name in list_routers() if name not in before]
+            specs = ",".join([*others, *(f"smoe+{name}" for name in list_mixers())])
+            raise RunError(
+                f"{values.routers} registers no router itself; name specs instead: --import {values.routers} {specs}"
+            )
     elif values.routers == "all":
         rows = [*list_routers(), *MORE]
     else:
