@@ -105,6 +105,25 @@ def test_a_comparison_under_attack(comparison: Path, tmp_path: Path, capsys: pyt
     assert again == {"smoe"}  # whose protocol is another one now
 
 
+def test_changed_data_are_not_read_under_the_name_of_the_run_s_own(
+    comparison: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, run = comparison.parent / "text.txt", comparison / "runs/smoe/seed-0"
+    before = text.read_text()
+    text.write_text(before.replace("good", "doog"))
+    few = ["--out", str(tmp_path), "--device", "cpu"]
+    asked = [["evaluate", str(run)], ["diagnose", str(run)], ["evaluate", str(comparison), "--attack", "word"]]
+    try:
+        for words in asked:
+            assert main([*words, *few]) == 2
+            assert f"{run} was trained on other data: {text} has changed" in capsys.readouterr().err
+        assert not list(tmp_path.iterdir())
+        assert main([*asked[0], *few, "--data", str(text)]) == 0
+        assert replace(load_run(run), data=None).task().name, "a checkpoint without a fingerprint"
+    finally:
+        text.write_text(before)
+
+
 def test_the_routing_changes_in_the_precision_of_the_run(comparison: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = load_run(comparison / "runs/smoe/seed-0")
     run = replace(run, config=run.config.with_overrides({"precision": "bfloat16"}))

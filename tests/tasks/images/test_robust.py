@@ -319,6 +319,8 @@ def test_outliers_in_folders_of_known_classes_are_scored_among_these(comparison:
         Image.fromarray(255 - images.split("test").pixels([place])[0]).save(folder / f"{place}.png")
     found = robustness(run, Asked.parse(f"o:{tmp_path / 'strange'}"))
     assert (found["inliers"], found["outliers"], found["base_rate"]) == (4, 6, 0.6)
+    with pytest.raises(RunError, match=r"was trained on other data: .* has changed"):
+        robustness(replace(run, data="another"), Asked.parse("c"))
 
 
 def test_images_have_the_classes_that_the_run_learned(comparison: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ class Run:
         model: with these weights, in evaluation mode.
         vocabulary: what token ids or labels stand for.
         finetuning: the content of finetune.json; empty for a pre-trained run.
+        data: the fingerprint of what it was trained on; None where its checkpoint does not say.
     """
 
     path: Path
@@ -44,6 +45,7 @@ class Run:
     model: Any
     vocabulary: Any
     finetuning: Mapping[str, Any] = field(default_factory=dict)
+    data: str | None = None
 
     @property
     def context(self) -> int:
@@ -68,9 +70,13 @@ class Run:
         return autocast(self.config, next(self.model.parameters()).device)
 
     def task(self, spec: str | None = None, progress: DataProgress | None = None) -> Task:
-        """What the run was trained on, or the same on other data, in the run's vocabulary."""
+        """What the run was trained on (RunError where it has changed), or other data, in the run's vocabulary."""
         config = self.config if spec is None else self.config.with_overrides({"data": spec})
-        return pretraining_task(config, progress, self.vocabulary)
+        task = pretraining_task(config, progress, self.vocabulary)
+        if spec is None and self.data not in (None, task.fingerprint):
+            changed = f"{config.data} has changed; with --data it is read as other data"
+            raise RunError(f"{self.path} was trained on other data: {changed}")
+        return task
 
 
 def load_run(
@@ -101,8 +107,9 @@ def load_run(
         step = directory.chosen_step(config, last.step)
     checkpoint = last if last and step == last.step else open_checkpoint(directory.checkpoints / f"step-{step}")
     model = fitting_model(partial(build, config), config.model.num_layers, checkpoint)
-    vocabulary = _vocabulary(directory, checkpoint)
-    return Run(directory.path, config, checkpoint.step, model.to(torch.device(device)).eval(), vocabulary, finetuning)
+    vocabulary, data = _vocabulary(directory, checkpoint), checkpoint.state.get("data")
+    model = model.to(torch.device(device)).eval()
+    return Run(directory.path, config, checkpoint.step, model, vocabulary, finetuning, data)
 
 
 def _vocabulary(directory: RunDirectory, checkpoint: Checkpoint) -> Any:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from pointsman_lab.tasks.images.robust_table import TITLES, robust_tables, shift
 from pointsman_lab.tasks.images.severities import check_side
 from pointsman_lab.tasks.images.shifts import Frame, on_hard_images, on_outliers, on_renditions, under_corruptions
 from pointsman_lab.tasks.images.sources import Corrupted
-from pointsman_lab.tasks.images.task import open_images
+from pointsman_lab.tasks.images.task import ImageClassification, open_images
 from pointsman_lab.training.run import Run, load_run, runs_at
 
 FORMAT = 1
@@ -105,7 +105,7 @@ def robustness(
     config = run.config
     if config.model.reads_tokens:
         raise RunError(f"{run.path} learned text: --robust is for runs on images, --attack for text")
-    images = open_images(config.data).relabelled(run.vocabulary.names)
+    images = cast(ImageClassification, run.task()).images
     clean = images.split(asked.split)
     top_k = asked.top_k or (config.top_k_schedule.high,)
     frame = Frame(config.eval_batch_size, EvaluationContext(run.autocast(), progress, stop), keep)
@@ -171,7 +171,7 @@ def _fingerprints(run: Run, asked: Asked) -> dict[str, str]:
     """Hashes of what a record is made from: the run's weights, its images, and what PATH names."""
     if run.config.model.reads_tokens:
         return {}  # `robustness` refuses it
-    images = open_images(run.config.data)
+    images = cast(ImageClassification, run.task()).images
     found = {"weights": identity(run)["sha256"], "images": images.fingerprint}
     if asked.kind == "hard":
         found["path"] = identity(load_run(str(asked.path)))["sha256"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -287,4 +287,4 @@ def corpus_of(run: Run, spec: str | None = None, progress: DataProgress | None =
     """A run's data, or others, in the run's vocabulary."""
     if run.config.model.family not in TASK.families:
         raise RunError(f"{run.path} learned {run.config.data}: this is for language models")
-    return open_corpus(spec or run.config.data, vocabulary=run.vocabulary, progress=progress)
+    return cast(LanguageModelling, run.task(spec, progress)).corpus
