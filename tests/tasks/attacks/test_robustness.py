@@ -103,6 +103,18 @@ def test_a_comparison_under_attack(comparison: Path, tmp_path: Path, capsys: pyt
         path.parent.parent.name for path, time in zip(records, times, strict=True) if path.stat().st_mtime_ns != time
     }
     assert again == {"smoe"}  # whose protocol is another one now
+    assert main([*arguments, "--out", str(tmp_path), "--device", "cpu"]) == 0
+    cells = {line for line in table.read_text().splitlines() if "5 % of the words" in line}
+    for more in (["--attack-rate", "0.1"], ["--attack-rate", "0.1,0.05", "--attack-seed", "3"]):  # the first ones stay
+        assert main([*arguments, *more, "--out", str(tmp_path), "--device", "cpu"]) == 0
+    lines = table.read_text().splitlines()
+    assert cells < set(lines)
+    assert len(lines) == 1 + 2 * 5
+    assert sum("(seed 3)" in line for line in lines) == 4
+    capsys.readouterr()
+    assert main([*arguments, "--top-k", "4", "--out", str(tmp_path), "--device", "cpu"]) == 0
+    assert len(table.read_text().splitlines()) == 1 + 2 * 2, "other k: made anew"
+    assert capsys.readouterr().err.count("is made anew: its weights, text or settings were others") == 2
 
 
 def test_changed_data_are_not_read_under_the_name_of_the_run_s_own(

@@ -104,17 +104,27 @@ def _swapped(row: IdArray, spans: NDArray[np.int64], new: IdArray) -> tuple[IdAr
 def run_attacks(values: argparse.Namespace, device: str) -> int:
     """Evaluates a run or every run of a comparison on clean and attacked texts; prints and saves.
 
-    A run of a comparison whose file has all that is asked for is left alone.
+    Attacks that a run's file has are not evaluated again, further ones are added.
     """
     attacks = [Attack(rate, values.attack_seed) for rate in values.attack_rate]
     single, name = read_plan(values.run) is None, ""
     with Display() as display, stop_on_signals() as stop:
         for run in runs_at(values.run, device, display.note):
-            name, asked, attacked = _asked(run, values, attacks)
+            name, about, asked = _asked(run, values)
             file = (values.out if single and values.out else run.path) / f"{name}.json"
-            if single or (read_whole_json(file) or {}).get("asked") != asked:
-                record = attacked(watch=display, stop=stop, data_progress=display.data)
-                write_whole(file, json.dumps(record if single else {**record, "asked": asked}, indent=2) + "\n")
+            record = read_whole_json(file) or {}
+            before = dict(record.get("asked", {}))
+            had = before.pop("attacks", [])
+            if before != about:
+                if before:
+                    display.note(f"{file} is made anew: its weights, text or settings were others")
+                record, had = {"results": [], "routing": []}, []
+            if left := [attack for attack in attacks if attack.to_dict() not in had]:
+                new = run_under_attack(run, left, watch=display, stop=stop, data_progress=display.data, **asked)
+                results = [row for row in new["results"] if row.get("attack") or not had]
+                new |= {"results": record["results"] + results, "routing": record["routing"] + new["routing"]}
+                record = {**new, "asked": {**about, "attacks": had + [attack.to_dict() for attack in left]}}
+                write_whole(file, json.dumps(record, indent=2) + "\n")
     if single:
         read = RunRecord(values.run, run.config.model.router, run.config.seed, {})
         one = Comparison(values.run, {}, [read.router], [read.seed], {(read.router, read.seed): read})
@@ -130,23 +140,18 @@ def run_attacks(values: argparse.Namespace, device: str) -> int:
     return 0
 
 
-def _asked(
-    run: Run, values: argparse.Namespace, attacks: Sequence[Attack]
-) -> tuple[str, dict[str, Any], Callable[..., dict[str, Any]]]:
-    """The name of a run's file, what it answers, and what makes it."""
+def _asked(run: Run, values: argparse.Namespace) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """The name of a run's file, what it answers besides its attacks, and the arguments of `run_under_attack`."""
     corpus, split = corpus_of(run, values.data), values.split or "test"
     tokens = run.config.eval_tokens if values.eval_tokens is None else values.eval_tokens
     tokens = None if tokens == "all" else tokens
-    asked = {
-        "attacks": [attack.to_dict() for attack in attacks], "top_k": list(values.top_k or run.config.eval_top_k),
-        "checkpoint": f"step-{run.step}", "data": values.data or run.config.data, "split": split,
-        "fingerprint": corpus.fingerprint, "protocol": eval_protocol(run.config, tokens).to_dict(),
+    about = {
+        "top_k": list(values.top_k or run.config.eval_top_k), "checkpoint": f"step-{run.step}",
+        "data": values.data or run.config.data, "split": split, "fingerprint": corpus.fingerprint,
+        "protocol": eval_protocol(run.config, tokens).to_dict(),
     }  # fmt: skip
-
-    def attacked(**how: Any) -> dict[str, Any]:
-        return run_under_attack(run, attacks, data=values.data, split=split, top_k=values.top_k, tokens=tokens, **how)
-
-    return f"attacks-{values.attack}-{slug(corpus.name)}-{split}", asked, attacked
+    asked = {"data": values.data, "split": split, "top_k": values.top_k, "tokens": tokens}
+    return f"attacks-{values.attack}-{slug(corpus.name)}-{split}", about, asked
 
 
 def attack_part(

@@ -57,7 +57,7 @@ class Attack:
         return {"kind": "word", **asdict(self)}
 
     def __str__(self) -> str:
-        return f"{100 * self.rate:.3g} % of the words become {self.word}"
+        return f"{100 * self.rate:.3g} % of the words become {self.word}{f' (seed {self.seed})' if self.seed else ''}"
 
 
 @dataclass(frozen=True)
