@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from pointsman._errors import RunError
 from pointsman_lab.cli.audit import folder_of
 from pointsman_lab.cli.main import main
 
@@ -176,6 +178,29 @@ def test_a_model_without_experts_per_token(saved: Path, tmp_path: Path, capsys: 
     assert main(["audit", str(folder), "--data", str(text), "--device", "cpu", "--out", str(tmp_path / "out")]) == 2
     assert "its k is 0" in capsys.readouterr().err.strip().splitlines()[-1]
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", ["minimax_m2", "lfm2_moe", "gemma4"])
+def test_tensors_above_experts_on_the_disk_stay_in_memory(family: str, tmp_path: Path) -> None:
+    from pointsman_lab.checkpoints.on_disk import load_on_disk
+    from tests.library.hf import zoo
+    from tests.library.hf.test_replace import logits
+
+    model = zoo.tiny_model(family)
+    model.save_pretrained(tmp_path / "model")
+    found = load_on_disk(str(tmp_path / "model"), tmp_path / "experts").eval()
+    assert all(tensor.is_meta == (".experts." in name) for name, tensor in found.named_parameters())
+    torch.testing.assert_close(logits(found), logits(model))
+
+
+@pytest.mark.parametrize("family", ["dbrx", "jetmoe"])
+def test_classes_that_read_experts_from_outside_are_not_left_on_the_disk(family: str, tmp_path: Path) -> None:
+    from pointsman_lab.checkpoints.on_disk import load_on_disk
+    from tests.library.hf import zoo
+
+    zoo.tiny_model(family).save_pretrained(tmp_path / "model")
+    with pytest.raises(RunError, match="does not run with its experts on the disk"):
+        load_on_disk(str(tmp_path / "model"), tmp_path / "experts")
 
 
 def test_conversations(saved: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,16 @@ def load_on_disk(name: str, folder: Path, *, dtype: str = "auto") -> Any:
     experts = [layer for layer, _ in shape.named_modules() if layer.rpartition(".")[2] == "experts"]
     if not experts:
         raise RunError(f"{name}: {type(shape).__name__} has no experts that could stay on the disk")
-    places = dict.fromkeys(experts, "disk")
-    for layer, module in shape.named_modules():
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        if own and not any(layer == one or layer.startswith(f"{one}.") for one in experts):
-            places[layer] = "cpu"
+    tensors = [*shape.named_parameters(remove_duplicate=False), *shape.named_buffers(remove_duplicate=False)]
+    memory = [tensor for tensor, _ in tensors if not any(tensor.startswith(f"{one}.") for one in experts)]
+    places = {**dict.fromkeys(memory, "cpu"), **dict.fromkeys(experts, "disk")}
     given: dict[str, Any] = {"device_map": places, "offload_folder": str(folder), "trust_remote_code": False}
-    return whole_model(name, lambda: factory.from_pretrained(name, dtype=dtype, output_loading_info=True, **given))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The following device_map keys do not match any submodules")  # but tensors
+        model = whole_model(name, lambda: factory.from_pretrained(name, dtype=dtype, output_loading_info=True, **given))
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
+    except RuntimeError as error:  # DBRX and JetMoE multiply with weights of modules that they do not call
+        raise RunError(f"{name}: {type(model).__name__} does not run with its experts on the disk ({error})") from None
+    return model
