@@ -13,7 +13,7 @@ import pytest
 
 from pointsman import _files as module
 from pointsman._errors import RunError
-from pointsman_lab._files import LOCK, alone, find, read_json, read_whole_json, within, write_whole
+from pointsman_lab._files import LOCK, alone, check_writable, find, read_json, read_whole_json, within, write_whole
 from pointsman_lab.data.corpus import load_corpus
 from pointsman_lab.data.subwords import open_tokenizer
 from pointsman_lab.recipes import preset
@@ -205,6 +205,16 @@ def test_a_scratch_folder_goes_and_takes_only_abandoned_ones(tmp_path: Path, mon
 
 
 @pytest.mark.skipif(not hasattr(module.os, "fork"), reason="needs fork")
+def test_a_place_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+    check_writable(tmp_path / "a" / "b")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="Not a directory; nothing was begun"):
+        check_writable(tmp_path / "file" / "a")
+    check_writable(tmp_path)
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
 def test_a_forked_child_holds_no_folder(tmp_path: Path) -> None:
     out, into = module.os.pipe()
     with alone(tmp_path / "run"):

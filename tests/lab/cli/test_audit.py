@@ -180,6 +180,18 @@ def test_a_model_without_experts_per_token(saved: Path, tmp_path: Path, capsys: 
     assert not (tmp_path / "out").exists()
 
 
+def test_an_out_that_cannot_be_is_told_before_anything_is_computed(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pointsman.hf.loading.load_model", None)
+    text = tmp_path / "text.txt"
+    text.write_text("w1 w2 w3 " * 20)
+    for words in (["audit"], ["compress"], ["hf", "upcycle", "--experts", "2"], ["diagnose"], ["evaluate"]):
+        data = [] if words[0] == "hf" else ["--data", str(text)]
+        assert main([*words, str(saved), *data, "--device", "cpu", "--out", str(text / "out")]) == 2
+        assert f"{text / 'out'}: Not a directory; nothing was begun" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("family", ["minimax_m2", "lfm2_moe", "gemma4"])
 def test_tensors_above_experts_on_the_disk_stay_in_memory(family: str, tmp_path: Path) -> None:
     from pointsman_lab.checkpoints.on_disk import load_on_disk

@@ -152,6 +152,22 @@ def temporary_folder() -> Path:
     return folder
 
 
+def check_writable(folder: Path) -> None:
+    """Writes into a folder, new or not, and leaves nothing: before hours of work whose result goes there.
+
+    Raises:
+        RunError: it cannot be made, or nothing can be written into it.
+    """
+    new = [one for one in (folder, *folder.parents) if not one.exists()]
+    try:
+        with disk_errors(folder, "nothing was begun"), scratch_folder(folder):
+            pass
+    finally:
+        for one in new:
+            with suppress(OSError):
+                one.rmdir()
+
+
 def sync_folder(folder: Path) -> None:
     """Waits until the disk has a folder's entries, where the system can (not on Windows)."""
     with open_folder(folder) as opened:

@@ -41,18 +41,19 @@ def parser() -> Parser:
 def run(words: Sequence[str]) -> int:
     values = parser().read(words)
     device = choose_device(values.device)
-    from pointsman_lab._files import write_whole
+    from pointsman_lab._files import check_writable, write_whole
     from pointsman_lab.cli.progress import Display
     from pointsman_lab.diagnosis import FILE, Settings, diagnose_path
     from pointsman_lab.report.summary import summary
 
+    target = Path(values.target)
+    out = values.out or (target if target.is_dir() and target.parent.name != "checkpoints" else Path())
+    check_writable(out)
     tokens = None if values.eval_tokens == "all" else values.eval_tokens
     settings = Settings(values.data, values.split, tokens, values.top_k, device=device, changes=overrides(values.set))
     with Display() as display:
         found = diagnose_path(values.target, values.against, settings, display)
     print(summary(found))
-    target = Path(values.target)
-    out = values.out or (target if target.is_dir() and target.parent.name != "checkpoints" else Path())
     write_whole(out / FILE, json.dumps(found, allow_nan=False) + "\n")
     print(f"\nall figures: {out / FILE}", file=sys.stderr)
     return 0

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pointsman._errors import RunError, did_you_mean
+from pointsman_lab._files import check_writable
 from pointsman_lab.cli.options import Parser, choose_device, overrides
 from pointsman_lab.cli.progress import Display, stop_on_signals
 from pointsman_lab.registry import entries
@@ -53,6 +54,8 @@ def run(arguments: Sequence[str]) -> int:
     flags = parser()
     values = flags.read(arguments)
     device = choose_device(values.device)
+    if values.out is not None:
+        check_writable(values.out)
     for entry in entries():
         if (code := entry.run("evaluate", flags, values, device)) is not None:
             return code

@@ -11,7 +11,7 @@ from textwrap import fill
 from typing import Any, NoReturn
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman_lab._files import parse_json, read_ordinary
+from pointsman_lab._files import check_writable, parse_json, read_ordinary
 from pointsman_lab._grid import Grid
 from pointsman_lab._values import flattened, most, upper
 from pointsman_lab.registry import entries
@@ -226,7 +226,7 @@ def overrides(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def refuse_runs(out: Path, *, unless: Sequence[str]) -> None:
-    """Raises RunError if a command's output would overwrite a run, a model or other results in a folder.
+    """Raises RunError if a command's output would overwrite a run, a model or other results, or cannot be written.
 
     Args:
         unless: a folder with all these files holds earlier output of the same command, which may be overwritten.
@@ -234,6 +234,7 @@ def refuse_runs(out: Path, *, unless: Sequence[str]) -> None:
     foreign = (out / "config.json").is_file() and not all((out / name).is_file() for name in unless)
     if foreign or (out / "comparison.json").is_file() or (out / "checkpoints").is_dir():
         raise RunError(f"{out} holds a run or other results, which would be overwritten; choose another --out")
+    check_writable(out)
 
 
 def choose_device(name: str | None) -> str:
