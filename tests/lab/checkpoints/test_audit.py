@@ -275,10 +275,10 @@ def test_a_sick_model_has_an_audit(part: str, tmp_path: Path) -> None:
 def test_a_class_that_fails_at_another_k_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = spread(zoo.tiny_model("mixtral"))
     experts = model.model.layers[1].mlp.experts
-    right = experts.forward
+    right, failing = experts.forward, [1]
 
     def fails(hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        if indices.shape[-1] == 1:
+        if indices.shape[-1] in failing:
             raise RuntimeError("not with one")
         return right(hidden, indices, weights)
 
@@ -288,6 +288,9 @@ def test_a_class_that_fails_at_another_k_late(tmp_path: Path, monkeypatch: pytes
     assert any("k = 1" in note and "not with one" in note for note in result.notes)
     result.save(tmp_path)
     assert json.loads((tmp_path / "explorer.json").read_text())["top_k"] == [2, 3]
+    failing.append(2)  # its own
+    with pytest.raises(ValueError, match=r"MixtralForCausalLM itself fails on the text \(not with one\)"):
+        audit(model, tokenizer(), texts(8), top_k=[1, 2])
 
 
 def test_tokens_without_an_embedding() -> None:

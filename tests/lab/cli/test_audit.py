@@ -169,14 +169,16 @@ def test_texts_that_cannot_be_read(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_without_experts_per_token(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("k", [0, 9, -1])
+def test_a_model_whose_k_cannot_be(saved: Path, tmp_path: Path, k: int, capsys: pytest.CaptureFixture[str]) -> None:
     folder, text = tmp_path / "model", tmp_path / "text.txt"
     shutil.copytree(saved, folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": 0}))
+    (folder / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": k}))
     text.write_text("w1 w2 w3 " * 20)
     assert main(["audit", str(folder), "--data", str(text), "--device", "cpu", "--out", str(tmp_path / "out")]) == 2
-    assert "its k is 0" in capsys.readouterr().err.strip().splitlines()[-1]
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f"the model's own k is {k}: its config.json is damaged; allowed are 1 to 8 (model.layers.0.mlp.gate)" in said
     assert not (tmp_path / "out").exists()
 
 

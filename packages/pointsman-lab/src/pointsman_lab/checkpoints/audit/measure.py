@@ -16,7 +16,7 @@ from pointsman._values import check_whole
 from pointsman.control import set_top_k
 from pointsman.diagnostics import Diagnostics
 from pointsman.diagnostics.observe import evaluating
-from pointsman.hf.gates import survey
+from pointsman.hf.gates import candidates, survey
 from pointsman.hf.listen import GateListener
 from pointsman.hf.top_k import gate_top_k, max_top_k
 from pointsman_lab.checkpoints.audit.analyses import analysed, typical
@@ -161,8 +161,11 @@ def values_of_k(model: nn.Module, wanted: Sequence[int] | None) -> tuple[int | N
         own = gate_top_k(gates[0]).value if gates else None
     except ValueError as error:
         own, notes = None, [*notes, str(error)]
-    if own is not None and own < 1:
-        raise ValueError(f"audit: the model's own k is {own}: its config.json is damaged; a token needs an expert")
+    for name, module, block in candidates(model):
+        k, most = getattr(module, "top_k", own), getattr(getattr(block, "experts", block), "num_experts", None)
+        if isinstance(k, int) and (k < 1 or (isinstance(most, int) and k > most)):
+            raise ValueError(f"audit: the model's own k is {k}: its config.json is damaged; allowed are "
+                             f"{'1 and more' if most is None else f'1 to {most}'} ({name})")  # fmt: skip
     if notes or own is None:
         if wanted is not None and list(wanted) != [own]:
             raise ValueError(f"audit: top_k={list(wanted)}: {(notes or ['the gates keep no k'])[0]}")

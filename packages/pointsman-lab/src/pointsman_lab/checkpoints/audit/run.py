@@ -116,8 +116,12 @@ class AuditRun:
                 with at_k, self.listener.listen(observe), compared:
                     self.blocks.add_losses(k, row_losses(self.model, batch))
             except (RuntimeError, ValueError, IndexError) as error:  # some classes fail at other values of k
-                if k == self.own:
+                if k == self.own and isinstance(error, ValueError | torch.OutOfMemoryError):
                     raise
+                if k == self.own:
+                    raise ValueError(
+                        f"audit: {type(self.model).__name__} itself fails on the text ({error})"
+                    ) from error
                 self.failed[k] = f"k = {k}: {type(self.model).__name__} itself fails ({error})"
                 self.agreement[k].clear()
                 sample.routings.pop(k or 0, None)
