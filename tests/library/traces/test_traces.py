@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -163,20 +164,39 @@ def test_a_damaged_file_is_refused(content: bytes, told: str, tmp_path: Path) ->
 def test_a_file_of_other_numbers_is_read_whole_or_refused(tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
 
-    def load(experts: Tensor, lengths: Tensor, number: int = 4) -> RoutingTrace:
+    def load(experts: Tensor, lengths: Tensor, number: object = 4) -> RoutingTrace:
         header = {"format": "pointsman-trace", "version": 1, "layers": {"a": number}}
         save_file({"a.experts": experts, "lengths": lengths}, file, {"trace": json.dumps(header)})
         return RoutingTrace.load(file)
 
     wide = torch.tensor([[3], [-2], [0]])
-    found = load(wide, torch.tensor([3.0]))
+    found = load(wide, torch.tensor([3], dtype=torch.int32))
     assert (found.experts["a"].dtype, found.lengths.dtype) == (torch.int16, torch.int64)
     assert found.experts["a"].tolist() == wide.tolist()
     for experts, number, told in (
         (wide + 65536, 4, "-2 to 3"), (wide + 40000, 50000, "-2 to 32767"), (wide.to(torch.uint16), 4, "not readable"),
+        (wide + 0.5, 4, "'a.experts' is torch.float32"), (wide, 4.5, "no whole numbers"),
+        (wide, math.inf, "no whole numbers"), (wide, "4", "no whole numbers"),
     ):  # fmt: skip
         with pytest.raises(RunError, match=told):
             load(experts, torch.tensor([3]), number)
+    for lengths, told in (
+        (torch.tensor([3.5]), "'lengths' is torch.float32"),
+        (torch.tensor([2**63 - 1, 2**63 - 1, 5]), "none below 0 or above their sum"),  # it wraps to 3
+    ):
+        with pytest.raises(RunError, match=told):
+            load(wide, lengths)
+
+
+def test_a_folder_is_no_file_of_a_trace(
+    model: Model, trace: RoutingTrace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place in (".", tmp_path):
+        with pytest.raises(RunError, match="a folder; a trace is one file"), record_routing(model).save(place):
+            pytest.fail("the model would run in vain")
+        with pytest.raises(RunError, match="a folder; a trace is one file"):
+            trace.save(place)
 
 
 def test_a_layer_by_another_name_is_refused(tmp_path: Path) -> None:
@@ -205,6 +225,8 @@ def test_values_out_of_range_are_refused(trace: RoutingTrace) -> None:
         replace(trace, experts={name: one + 1 for name, one in trace.experts.items()})
     with pytest.raises(ValueError, match=r"must be \[159, k\]"):
         replace(trace, lengths=torch.tensor([40, 40, 40, 39]))
+    with pytest.raises(ValueError, match=f"{K - 1} weights a token, not {K}"):
+        replace(trace, weights={name: one[:, 1:] for name, one in trace.weights.items()})
     missing = {name: one.clone().index_fill_(0, torch.tensor([5]), MISSING) for name, one in trace.experts.items()}
     with pytest.raises(ValueError, match="1 of 160 tokens have no recorded experts"):
         replace(trace, experts=missing).for_replay()

@@ -76,9 +76,7 @@ def biases_for(home: nn.Module, gates: Sequence[Gate], rate: float) -> tuple[Bia
 def _bias_of_choice(gate: Gate) -> Tensor | None:
     """The correction bias, where raising it makes every token choose an expert; other tensors [E] only weigh."""
     bias = correction_bias(gate)
-    if bias is None or bias.is_meta:
-        return None
-    if _is_loss_free(gate):
+    if bias is None or bias.is_meta or _is_loss_free(gate):
         return None
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(PROBE_TOKENS, gate.dim, generator=generator).to(bias.device, tensor_of(gate.module).dtype)

@@ -56,8 +56,8 @@ class RoutingTrace:
         tokens = self.tokens
         if not self.experts:
             raise ValueError("a routing trace needs at least one layer")
-        if self.lengths.dim() != 1 or bool((self.lengths < 0).any()):
-            raise ValueError(f"lengths must be [S], none below 0, got {list(self.lengths.shape)}")
+        if self.lengths.dim() != 1 or bool(((self.lengths < 0) | (self.lengths > tokens)).any()):
+            raise ValueError(f"lengths must be [S], none below 0 or above their sum, got {list(self.lengths.shape)}")
         if self.hashes is not None and self.hashes.shape != self.lengths.shape:
             raise ValueError(f"hashes must be {list(self.lengths.shape)}, got {list(self.hashes.shape)}")
         for part in PARTS:
@@ -66,8 +66,9 @@ class RoutingTrace:
                     raise ValueError(f"layer {layer!r} has {part} and no experts, or no number of experts")
                 if values.dim() != 2 or len(values) != tokens:
                     raise ValueError(f"layer {layer!r}: {part} must be [{tokens}, k], got {list(values.shape)}")
-                if part == "logits" and values.shape[1] != self.num_experts[layer]:
-                    raise ValueError(f"layer {layer!r}: {values.shape[1]} logits for {self.num_experts[layer]} experts")
+                width = self.num_experts[layer] if part == "logits" else self.top_k(layer)
+                if values.shape[1] != width:
+                    raise ValueError(f"layer {layer!r}: {values.shape[1]} {part} a token, not {width}")
         for layer, chosen in self.experts.items():
             most = min(self.num_experts[layer] - 1, torch.iinfo(torch.int16).max)
             if chosen.numel() and not MISSING <= int(chosen.min()) <= int(chosen.max()) <= most:
@@ -133,18 +134,21 @@ class RoutingTrace:
                     raise RunError(f"{file}: no routing trace (`record_routing(model).save(path)` writes one)")
                 if header.get("version") != VERSION:
                     raise RunError(f"{file}: a trace of version {header.get('version')!r}; this one reads {VERSION}")
-                experts = {str(name): int(number) for name, number in dict(header["layers"]).items()}
-                known = {"lengths", "hashes", *(f"{layer}.{part}" for layer in experts for part in PARTS)}
-                if wrong := sorted(names - known) or sorted(f"{layer}.experts" for layer in experts
-                                                            if f"{layer}.experts" not in names):  # fmt: skip
+                experts = dict(header["layers"])
+                if not all(isinstance(number, int) for number in experts.values()):
+                    raise ValueError("its numbers of experts are no whole numbers")
+                dtypes = {f"{layer}.{part}": dtype for layer in experts for part, dtype in PARTS.items()}
+                dtypes |= dict.fromkeys(("lengths", "hashes"), torch.int64)
+                if wrong := sorted(names - dtypes.keys() | {f"{layer}.experts" for layer in experts} - names):
                     raise RunError(f"{file}: damaged: its header and its tensors name other layers ({wrong[0]!r})")
-                parts = {
-                    part: {layer: opened.get_tensor(name) for layer in experts if (name := f"{layer}.{part}") in names}
-                    for part in PARTS
-                }
-                hashes = opened.get_tensor("hashes") if "hashes" in names else None
-                lengths = opened.get_tensor("lengths").to(torch.int64)
-                return cls(num_experts=experts, lengths=lengths, hashes=hashes, **parts,
+                tensors = {name: opened.get_tensor(name) for name in names}
+                for name, values in tensors.items():
+                    if values.is_floating_point() != dtypes[name].is_floating_point:
+                        raise ValueError(f"{name!r} is {values.dtype}")
+                parts = {part: {layer: tensors[name] for layer in experts if (name := f"{layer}.{part}") in names}
+                         for part in PARTS}  # fmt: skip
+                lengths = tensors["lengths"].to(torch.int64)
+                return cls(num_experts=experts, lengths=lengths, hashes=tensors.get("hashes"), **parts,
                            model=str(header.get("model", "")), origin=str(header.get("origin", "")))  # fmt: skip
         except FileNotFoundError:
             raise RunError(f"{file}: no such file") from None
@@ -182,6 +186,8 @@ class TraceWriter:
         self._hashes: list[Tensor] | None = []
 
     def __enter__(self) -> Self:
+        if self.path.is_dir():
+            raise RunError(f"{self.path}: this is a folder; a trace is one file")
         self._scratch = scratch_folder(self.path.absolute().parent)
         self._folder = self._scratch.__enter__()
         return self
