@@ -13,10 +13,11 @@ from pointsman._errors import RunError
 from pointsman_lab.cli.main import main
 from pointsman_lab.diagnosis import diagnose_path
 from pointsman_lab.finetuning import Finetuning, finetune, open_run
-from pointsman_lab.finetuning.run import finetuned_path, identity
+from pointsman_lab.finetuning.run import identity
 from pointsman_lab.recipes import preset
 from pointsman_lab.report.task_table import routing_of
 from pointsman_lab.runs.checkpoints import last_checkpoint
+from pointsman_lab.runs.paths import finetuned_path
 from pointsman_lab.runs.record import read_run
 from pointsman_lab.training.checkpoint import checkpoint_tensors
 from pointsman_lab.training.directory import RunDirectory
@@ -287,7 +288,8 @@ def test_inter_run_consistency_of_fine_tunings(run: Path, task: str, tmp_path: P
 def test_names_of_folders(run: Path) -> None:
     settings = Finetuning("a/b.csv:label=x", freeze=("router", "experts"), balance=0.01, train_top_k="N/2:N")
     assert (
-        finetuned_path(run, settings, 3) == run / "finetune" / "b.csv,k=N_2-N,freeze=router+experts,balance=0.01/seed-3"
+        finetuned_path(run, settings.variant, 3)
+        == run / "finetune" / "b.csv,k=N_2-N,freeze=router+experts,balance=0.01/seed-3"
     )
 
 

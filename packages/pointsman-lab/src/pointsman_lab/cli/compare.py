@@ -85,11 +85,8 @@ def run(arguments: Sequence[str]) -> int:
     elif not values.routers:
         flags.without_effect(values, TRAINING_FLAGS, "without --routers: nothing is trained, only fine-tuned")
     else:
-        from pointsman_lab.finetuning.run import check_task
-
-        for task in values.task:
-            check_task(task)
         for one in settings_of_comparison(values):  # a mistake is told before the training, not after it
+            one.kind.find(one.task)
             one.check(run_config(values, "smoe"))
     from pointsman_lab.training.cluster import cluster
 

@@ -147,9 +147,10 @@ def run(arguments: Sequence[str]) -> int:
         if (code := entry.run("finetune", flags, values, device)) is not None:
             return code
     from pointsman_lab.finetuning import finetune
-    from pointsman_lab.finetuning.run import finetuned_path, open_task
+    from pointsman_lab.finetuning.run import open_task
     from pointsman_lab.report.results import tables_of
     from pointsman_lab.report.task_table import TaskTable
+    from pointsman_lab.runs.paths import finetuned_path
     from pointsman_lab.runs.record import read_run
     from pointsman_lab.training.state import Interrupted
 
@@ -164,7 +165,7 @@ def run(arguments: Sequence[str]) -> int:
     found: dict[str, list[RunRecord]] = {}
     with Display() as display, stop_on_signals() as stop:
         for place, (settings, seed) in enumerate(todo, 1):
-            out = finetuned_path(values.run, settings, seed)
+            out = finetuned_path(values.run, settings.variant, seed)
             if values.out:
                 out = values.out if len(todo) == 1 else within(values.out, settings.variant, f"seed-{seed}")
             display.title = f"{place}/{len(todo)} {settings.variant}, seed {seed}"

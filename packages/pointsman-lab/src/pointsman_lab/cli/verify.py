@@ -115,6 +115,7 @@ def faults(root: Path, kind: str) -> Iterator[str]:
 def checks(root: Path, kind: str) -> Iterator[Check]:
     """What each command that reads the folder does, the smallest parts first."""
     from pointsman.traces import RoutingTrace
+    from pointsman_lab.finetuning.run import open_run
     from pointsman_lab.report.page import render
     from pointsman_lab.runs.checkpoints import open_checkpoint
     from pointsman_lab.training.compare import check_runs
@@ -133,7 +134,7 @@ def checks(root: Path, kind: str) -> Iterator[Check]:
         elif theirs and place.name.endswith(INDEX[:1] if safe else INDEX):
             yield place, partial(_shards, place)
         elif place.name == CONFIG and (place.parent / CHECKPOINTS).is_dir() and not theirs:
-            yield place.parent, partial(_run, place.parent)
+            yield place.parent, partial(open_run, place.parent)
         elif place.name.startswith("step-") and place.parent.name == CHECKPOINTS and place.is_dir():
             yield place, partial(open_checkpoint, place)
         elif place.name == FINETUNE and place.parent != root and not theirs:
@@ -217,12 +218,6 @@ def _metrics(file: Path) -> None:
 
 def _refuse(line: str) -> None:
     raise RunError(line)
-
-
-def _run(folder: Path) -> None:
-    from pointsman_lab.finetuning.run import open_run
-
-    open_run(folder)
 
 
 def _tensors(file: Path) -> None:

@@ -17,10 +17,9 @@ from pointsman_lab.finetuning.settings import Finetuning
 from pointsman_lab.finetuning.task import FineTuning
 from pointsman_lab.progress import Progress, Quiet, Stop
 from pointsman_lab.registry import learner
-from pointsman_lab.runs import paths
 from pointsman_lab.runs.checkpoints import checksums
 from pointsman_lab.runs.comparison import required_plan, saved_runs
-from pointsman_lab.runs.paths import EVALUATION, FINETUNE, REPEAT, run_path
+from pointsman_lab.runs.paths import EVALUATION, FINETUNE, REPEAT, finetuned_path, run_path
 from pointsman_lab.training.compare import default_jobs
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.directory import RunDirectory
@@ -35,20 +34,6 @@ FORMAT = 1
 def open_task(spec: str) -> Any:
     """The data of a task, as `--task` names it."""
     return learner(spec).fine_tuning().read(spec)
-
-
-def check_task(spec: str) -> None:
-    """Refuses a task that does not exist, without reading it.
-
-    Raises:
-        RunError: no such task, file or folder.
-    """
-    learner(spec).fine_tuning().find(spec)
-
-
-def finetuned_path(run: Path | str, settings: Finetuning, seed: int) -> Path:
-    """Where a fine-tuning of a run goes unless it is told otherwise: RUN/finetune/VARIANT/seed-S."""
-    return paths.finetuned_path(run, settings.variant, seed)
 
 
 def finetune(
@@ -91,7 +76,7 @@ def finetune(
     task = settings.kind(data, settings, pretrained.vocabulary, weights)
     for note in task.remarks(config):
         progress.note(note)
-    directory = RunDirectory(out or finetuned_path(run, settings, seed))
+    directory = RunDirectory(out or finetuned_path(run, settings.variant, seed))
     about = {
         "format": FORMAT,
         **settings.to_dict(),
@@ -106,15 +91,7 @@ def finetune(
     if begun and record is not None and task.is_current(record, config):  # its checkpoints need not be there any more
         directory.claim(task.prepared(config), resume=True)
         return TrainResult(directory.path, config.steps, record, already_finished=True)
-    return train(
-        config,
-        directory.path,
-        resume=begun,
-        device=device,
-        task=task,
-        progress=progress,
-        stop=stop,
-    )
+    return train(config, directory.path, resume=begun, device=device, task=task, progress=progress, stop=stop)
 
 
 def finetuned_task(run: Run) -> FineTuning:
@@ -225,7 +202,9 @@ def compare_tasks(
         for router, own in runs
         if own == seed
     ]
-    places = [finetuned_path(run_path(out, router, seed), settings, own) for settings, router, seed, own in todo]
+    places = [
+        finetuned_path(run_path(out, router, seed), settings.variant, own) for settings, router, seed, own in todo
+    ]
     finished = {number for number, place in enumerate(places) if (place / EVALUATION).exists()}
     titles = [
         f"{number}/{len(todo)} {router} on {settings.variant}, seed {own}"
@@ -259,7 +238,7 @@ def _tuner(out: Path, device: str, loaded: Mapping[str, Any] | None = None) -> W
         run = run_path(out, router, seed)
         try:
             finetune(
-                run, settings.for_router(router), seed=own_seed, out=finetuned_path(run, settings, own_seed),
+                run, settings.for_router(router), seed=own_seed, out=finetuned_path(run, settings.variant, own_seed),
                 data=read[settings.task], device=device, progress=progress, stop=stop,
             )  # fmt: skip
         except Interrupted as saved:
