@@ -86,7 +86,10 @@ def plan_of(values: argparse.Namespace) -> Plan:
     elif values.routers == "all":
         rows = [*list_routers(), *MORE]
     else:
-        rows = words_of(values.routers)
+        try:
+            rows = words(values.routers)
+        except argparse.ArgumentTypeError as error:
+            raise RunError(f"pointsman exam: {error}") from None
     named = tasks(list(QUICK) if values.quick else values.tasks)
     seeds = QUICK_SEEDS if values.quick else int(values.seeds)
     every = tuple(dict.fromkeys([*ALWAYS, *rows]))
@@ -100,10 +103,3 @@ MORE = (
     "xmoe+similarity", "loss-free:nulls=8", "smoe:gate=sigmoid",
 )  # fmt: skip
 """Rows of `all` besides every router with its defaults."""
-
-
-def words_of(text: str) -> list[str]:
-    try:
-        return words(text)
-    except argparse.ArgumentTypeError as error:
-        raise RunError(f"pointsman exam: {error}") from None

@@ -20,14 +20,7 @@ from pointsman_lab.exam.student import ROWS
 from pointsman_lab.exam.task import Task
 from pointsman_lab.progress import Progress, Stop, check_stop
 from pointsman_lab.runs.compact import rounded
-from pointsman_lab.runs.imports import (
-    check_imported,
-    check_origin,
-    import_named,
-    named_before,
-    origin_of,
-    present,
-)
+from pointsman_lab.runs.imports import check_imported, check_origin, import_named, named_before, origin_of, present
 from pointsman_lab.training.jobs import Work, do_all
 
 PLAN, RECORD = "exam.json", "record.jsonl"

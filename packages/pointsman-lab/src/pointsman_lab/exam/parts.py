@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pointsman_lab.exam.clusters import Clusters
-from pointsman_lab.exam.task import Batch, World, applied, directions, linear_maps
+from pointsman_lab.exam.task import Batch, World, directions, linear_maps
 
 
 class Parts(Clusters):
@@ -36,14 +36,13 @@ class Parts(Clusters):
             "maps": torch.einsum("cw,cwde->cde", shares, parts[experts]),
         }
 
+    def owner(self, cluster: Tensor, progress: float) -> Tensor:
+        """Each cluster has a map of its own."""
+        return cluster
+
     def draw(self, world: World, generator: torch.Generator, shape: tuple[int, int, int], progress: float) -> Batch:
-        cluster = self.clusters(generator, shape, progress)
-        inputs = self.inputs(world, generator, cluster)
-        ids = torch.randint(self.vocabulary, shape, generator=generator)
-        targets = applied(world["maps"], cluster, inputs)
-        return Batch(
-            inputs, targets, world["experts"][cluster], world["shares"][cluster], cluster, torch.ones(*shape), ids
-        )
+        batch = super().draw(world, generator, shape, progress)
+        return batch._replace(experts=world["experts"][batch.cluster], shares=world["shares"][batch.cluster])
 
 
 class Fine(Parts):
