@@ -27,7 +27,8 @@ from pointsman_lab.checkpoints.audit.trials import halves, mean_of, measured
 from pointsman_lab.checkpoints.choosing import METHODS, plan
 from pointsman_lab.checkpoints.cutting import cut
 from pointsman_lab.checkpoints.text import TextBatch, text_batches
-from pointsman_lab.intervals import half_width
+from pointsman_lab.report.audit_costs import spread as shown
+from pointsman_lab.report.cell import Paired
 
 ROOT = Path(__file__).parents[1]
 RECORD, PAGE = ROOT / "records" / "pruning" / "record.jsonl", ROOT / "docs" / "pruning.md"
@@ -169,10 +170,8 @@ def read() -> list[dict[str, Any]]:
 
 def spread(values: Sequence[float]) -> str:
     """Mean and half of the 95 % interval over seeds."""
-    if len(values) < 3:
-        return f"{statistics.mean(values):.4f}"
-    half = half_width(statistics.stdev(values) / len(values) ** 0.5, len(values))
-    return f"{statistics.mean(values):.4f} ± {half:.4f}"
+    found = Paired(values)
+    return shown({"mean": found.mean, "half": found.half if found.enough else None})
 
 
 def text(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -111,9 +111,7 @@ def compared(case: Case, peers: Collection[str] | None, rounds: int | None = Non
             [name, f"{1e3 * statistics.median(own):.2f}", over, f"{ratio(times['pointsman'], own):.2f}", memory]
         )
     header = [case.label, "ms", "over the limit", "over pointsman", "kept MiB"]
-    return Grid(
-        header if case.train else header[:-1], [row[: len(header) - (not case.train)] for row in rows], code=False
-    )
+    return Grid(header, rows, code=False).without_empty_columns(keep=4)  # nothing is kept without a backward
 
 
 def shares(case: Case, specs: Sequence[str], rounds: int | None = None) -> Grid:
@@ -127,9 +125,7 @@ def shares(case: Case, specs: Sequence[str], rounds: int | None = None) -> Grid:
     length = 512 if case.tokens % 512 == 0 else case.tokens
 
     def router_call(spec: str) -> Call:
-        router = build_router(
-            spec, dim=case.dim, num_experts=case.num_experts, top_k=case.k, vocab_size=VOCABULARY
-        )  # fmt: skip
+        router = build_router(spec, dim=case.dim, num_experts=case.num_experts, top_k=case.k, vocab_size=VOCABULARY)
         batch = drawn(lambda generator: torch.randn(case.tokens // length, length, case.dim, generator=generator))
 
         def call() -> None:
