@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from pointsman.diagnostics.observe import evaluating
 from pointsman.ranks import ALONE, Ranks
 from pointsman.recording import record_routing
 from pointsman.routing import Routing, RoutingContext
-from pointsman_lab.progress import Progress, Stop, check_stop
+from pointsman_lab.progress import Progress, Quiet, Stop, check_stop
 
 
 class RoutingSummary:
@@ -123,7 +123,7 @@ class EvaluationContext:
     """
 
     precision: AbstractContextManager[Any] | None = None
-    progress: Progress | None = None
+    progress: Progress = field(default_factory=Quiet)
     stop: Stop | None = None
     final: bool = True
     ranks: Ranks = ALONE
@@ -152,8 +152,7 @@ class Pass:
             check_stop(self.how.stop)
             yield batch
             self._done = min(self._done + each, self._end)
-            if self.how.progress:
-                self.how.progress.advance(self._done, {})
+            self.how.progress.advance(self._done, {})
 
     def share(self, batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
         """This rank's part of the batches, and whether each counts (`own_share`)."""
@@ -196,8 +195,7 @@ def evaluated(
         Stopped: `how.stop` was set.
     """
     values = eval_top_k(model, top_k)
-    if how.progress:
-        how.progress.phase(how.phase, batches * len(values))
+    how.progress.phase(how.phase, batches * len(values))
     results = []
     for index, k in enumerate(values):
         one = Pass(model, k, how, ranks, index * batches, batches)

@@ -32,7 +32,7 @@ from pointsman_lab.data.streams import EvalStream
 from pointsman_lab.data.vocabulary import IdArray, Vocabulary
 from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, map_routing
 from pointsman_lab.models.transformer_xl import TransformerXL
-from pointsman_lab.progress import Progress, Stop
+from pointsman_lab.progress import Progress, Quiet, Stop
 from pointsman_lab.runs.compact import write_record
 from pointsman_lab.runs.comparison import Comparison, read_comparison, read_plan
 from pointsman_lab.runs.paths import slug
@@ -238,7 +238,7 @@ def run_under_attack(
     text, protocol = corpus.split(split), eval_protocol(run.config, tokens)
     values = run.config.eval_top_k if top_k is None else tuple(top_k)
     asked: dict[str, Any] = {"split": split, "top_k": values, "protocol": protocol}
-    asked["how"] = EvaluationContext(run.autocast(), watch, stop)
+    asked["how"] = EvaluationContext(run.autocast(), watch or Quiet(), stop)
     level, routing = run.vocabulary.level, []
     with using(run.config.kernels):
         results = evaluate(run.model, text, level, **asked)

@@ -76,8 +76,7 @@ def under_gradient_attack(
     unions = {layer: Moments() for layer in layers}
     count, before_right, after_right = 0, 0, 0
     how = frame.how
-    if how.progress:
-        how.progress.phase(name, -(-len(part) // frame.batch_size))
+    how.progress.phase(name, -(-len(part) // frame.batch_size))
     device = next(model.parameters()).device
     with evaluating(model, 0), _only_images_train(model), set_top_k(model, top_k) if top_k else nullcontext():
         for number, (clean, labels) in enumerate(evaluation_batches(part, frame.batch_size), 1):
@@ -97,8 +96,7 @@ def under_gradient_attack(
             count += len(labels)
             before_right += int((before.argmax(-1) == labels).sum())
             after_right += int((after.argmax(-1) == labels).sum())
-            if how.progress:
-                how.progress.advance(number, {})
+            how.progress.advance(number, {})
     return {
         "attack": name,
         "steps": ATTACKS[name],

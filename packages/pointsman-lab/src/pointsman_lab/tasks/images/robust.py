@@ -21,7 +21,7 @@ from pointsman_lab.cli.progress import Display, stop_on_signals
 from pointsman_lab.cli.runs import write_page
 from pointsman_lab.evaluation.passes import EvaluationContext, eval_top_k
 from pointsman_lab.finetuning.run import identity
-from pointsman_lab.progress import Progress, Stop
+from pointsman_lab.progress import Progress, Quiet, Stop
 from pointsman_lab.runs.comparison import read_comparison, read_plan
 from pointsman_lab.runs.paths import slug
 from pointsman_lab.runs.record import RunRecord
@@ -108,7 +108,7 @@ def robustness(
     images = cast(ImageClassification, run.task()).images
     clean = images.split(asked.split)
     top_k = asked.top_k or (config.top_k_schedule.high,)
-    frame = Frame(config.eval_batch_size, EvaluationContext(run.autocast(), progress, stop), keep)
+    frame = Frame(config.eval_batch_size, EvaluationContext(run.autocast(), progress or Quiet(), stop), keep)
     rows = chosen_rows(clean, _budget(asked, run))
     protocol = {"data": images.description, "split": asked.split, "images": len(rows), "top_k": list(top_k)}
     with using(run.config.kernels):

@@ -145,8 +145,7 @@ def under_corruptions(
     results, routing = [], []
     for k in values:
         frame.take("clean", k, before[k])
-    if frame.how.progress:
-        frame.how.progress.phase("corruptions", len(PARAMETERS) * len(SEVERITIES))
+    frame.how.progress.phase("corruptions", len(PARAMETERS) * len(SEVERITIES))
     for number, (name, severity) in enumerate(product(PARAMETERS, SEVERITIES)):
         part = corrupted(name, severity)
         where = {"corruption": name, "severity": severity}
@@ -160,8 +159,7 @@ def under_corruptions(
                 results.append({**where, **_k(model, k), "value": after.accuracy()})
             if k == routing_k and aligned:
                 routing.append({**where, **_k(model, k), "layers": fluctuation(before[k], after)})
-        if frame.how.progress:
-            frame.how.progress.advance(number + 1, {})
+        frame.how.progress.advance(number + 1, {})
     return {"clean": [_clean(model, k, before[k]) for k in values], "results": results, "routing": routing}
 
 
