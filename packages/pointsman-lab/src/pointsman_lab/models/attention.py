@@ -90,10 +90,9 @@ class Attention(nn.Module):
             keep: whether to return keys (before rotation) and values, detached.
             trace: the output in the trace is without the output projection's bias.
         """
-        if source is None:
-            query, key, value = (linear(hidden, *one) for one in self._maps)
-        else:
-            query, (key, value) = linear(hidden, *self._maps[0]), (linear(source, *one) for one in self._maps[1:])
+        looked_at = hidden if source is None else source
+        maps = ((hidden, self.query), (looked_at, self.key), (looked_at, self.value))
+        query, key, value = (linear(given, one.weight, one.bias) for given, one in maps)
         query, key = self._normed(query, self.query_norm), self._normed(key, self.key_norm)
         kept = None
         if keep or (memory is not None and memory.shape[1]):
@@ -119,10 +118,6 @@ class Attention(nn.Module):
         scale = self.head_dim**-0.5
         seen = AttentionTrace(query, key, value, out_weight, bare, scale, bias, side_by_side, causal=causal)
         return output, kept, seen
-
-    @property
-    def _maps(self) -> list[tuple[Tensor, Tensor | None]]:
-        return [(one.weight, one.bias) for one in (self.query, self.key, self.value)]
 
     def _normed(self, mapped: Tensor, norm: nn.Module | None) -> Tensor:
         """[B, S, heads D], normalised."""

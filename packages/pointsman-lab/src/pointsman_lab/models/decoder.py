@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,30 +21,11 @@ from pointsman_lab.models.blocks import LayerContext
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.models.embedding import TokenEmbedding
 from pointsman_lab.models.initial import initialize, seeded
-from pointsman_lab.models.memory import Memory, mask_of_keys
 from pointsman_lab.models.stack import LanguageModel
 
 
-def frequencies(head_dim: int, theta: float) -> Tensor:
-    """theta^(-2 i / D): [D / 2] float32, in radians a position."""
-    even = torch.arange(0, head_dim, 2, dtype=torch.float32)
-    return 1.0 / theta ** (even / head_dim)
-
-
-def angles(head_dim: int, theta: float, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * frequency, each [positions, D], in the dtype of `like`.
-
-    sin is negative for the first D / 2, where a rotation subtracts.
-    """
-    exact = torch.float64 if like.dtype == torch.float64 else torch.float32
-    places = torch.arange(positions, dtype=exact, device=like.device)
-    turned = places[:, None] * frequencies(head_dim, theta).to(places)
-    cos, sin = (one.to(like.dtype) for one in (turned.cos(), turned.sin()))
-    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-
-
 def rotated(cos: Tensor, sin: Tensor, heads: Tensor, first: int) -> Tensor:
-    """heads [B, S, H, D], the first at position `first`, pairs (i, i + D / 2) turned by the `angles` [positions, D]."""
+    """heads [B, S, H, D], the first at position `first`, pairs (i, i + D / 2) turned by the angles [positions, D]."""
     cos, sin = (table[first : first + heads.shape[1], None] for table in (cos, sin))
     return heads * cos + heads.roll(heads.shape[-1] // 2, -1) * sin
 
@@ -114,7 +95,7 @@ class Decoder(LanguageModel[DecoderConfig]):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
-        self._turns: tuple[Tensor, Tensor] | None = None
+        self.memory_width = 2 * (config.kv_heads or config.num_heads) * config.head_dim
         dim = config.dim
         norm = partial(RootMeanSquareNorm, eps=config.norm_eps)
         with seeded(config.seed, "model"):
@@ -139,41 +120,19 @@ class Decoder(LanguageModel[DecoderConfig]):
             self.final_norm = norm(dim)
         initialize(self, config.seed, config.init_std)
 
-    def encode(
-        self,
-        tokens: Tensor,
-        memory: Memory | None = None,
-        *,
-        memory_length: int = 0,
-        padding_mask: Tensor | None = None,
-    ) -> tuple[Tensor, Memory]:
-        """The last hidden states [B, T, dim] and the cache of the newest `memory_length` positions.
+    def position_table(self, count: int, like: Tensor) -> Tensor:
+        """cos and sin of position * theta^(-2 i / D), [2, count, D].
 
-        Args:
-            padding_mask: [B, T] bool, True for a real token, on either side; None where all are real.
+        sin is negative for the first D / 2, where a rotation subtracts.
         """
-        embedded = self.embedding.embed(tokens if padding_mask is None else tokens.clamp_min(0))
-        memory = self.checked(
-            memory, embedded, 2 * (self.config.kv_heads or self.config.num_heads) * self.config.head_dim
-        )
-        context = LayerContext(
-            key_mask=mask_of_keys(memory, padding_mask, tokens),
-            padding_mask=padding_mask,
-            token_ids=tokens,
-            causal=not self.config.allow_non_causal,
-            remember=memory_length > 0,
-            rotate=partial(rotated, *self._rotation(memory.length + tokens.shape[1], embedded)),
-        )
-        hidden, kept = self.run_layers(self._drop(embedded), context, memory, memory_length)
-        assert kept is not None
-        return self.final_norm(hidden), kept
+        even = torch.arange(0, self.config.head_dim, 2, dtype=torch.float32)
+        frequencies = 1.0 / self.config.rope_theta ** (even / self.config.head_dim)
+        exact = torch.float64 if like.dtype == torch.float64 else torch.float32
+        places = torch.arange(count, dtype=exact, device=like.device)
+        turned = places[:, None] * frequencies.to(places)
+        cos, sin = (one.to(like.dtype) for one in (turned.cos(), turned.sin()))
+        return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
 
-    def _rotation(self, keys: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """What `angles` gives of these keys."""
-        turns = self._turns
-        if turns is None or len(turns[0]) < keys or turns[0].device != like.device or turns[0].dtype != like.dtype:
-            with torch.inference_mode(False):
-                turns = self._turns = angles(
-                    self.config.head_dim, self.config.rope_theta, 1 << (keys - 1).bit_length(), like
-                )
-        return turns[0][:keys], turns[1][:keys]
+    def positioned(self, table: Tensor, keys: int, **common: Any) -> LayerContext:
+        cos, sin = table[:, :keys]
+        return LayerContext(rotate=partial(rotated, cos, sin), **common)

@@ -33,7 +33,7 @@ from pointsman_lab.models.blocks import (
 )
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.models.initial import seeded
-from pointsman_lab.models.memory import Memory, Output, newest
+from pointsman_lab.models.memory import Memory, Output, mask_of_keys, newest
 
 Config = TypeVar("Config", bound=ModelConfig)
 DENSE_DROPOUT = {"dense": 0.0, "dense-dropout": 0.1}
@@ -219,9 +219,24 @@ class Stack(nn.Module, Generic[Config]):
 
 
 class LanguageModel(Stack[Config]):
-    """A stack with an `embedding` whose `logits` and `loss` are those of the next token."""
+    """A stack with an `embedding` whose `logits` and `loss` are those of the next token.
+
+    Attributes:
+        memory_width: of what a layer remembers of a position.
+    """
 
     embedding: Any
+    final_norm: nn.Module | None
+    memory_width: int
+    _table: Tensor | None = None
+
+    def position_table(self, count: int, like: Tensor) -> Tensor:
+        """What layers need of `count` positions, [..., count, width], on the device and in the dtype of `like`."""
+        raise NotImplementedError
+
+    def positioned(self, table: Tensor, keys: int, **common: Any) -> LayerContext:
+        """The layers' context: what all models have in common, and `keys` positions of the table."""
+        raise NotImplementedError
 
     def encode(
         self,
@@ -232,7 +247,29 @@ class LanguageModel(Stack[Config]):
         padding_mask: Tensor | None = None,
     ) -> tuple[Tensor, Memory]:
         """The last hidden states [B, T, dim] and the memory for the next segment; arguments as of `forward`."""
-        raise NotImplementedError
+        embedded = self.embedding.embed(tokens if padding_mask is None else tokens.clamp_min(0))
+        memory = self.checked(memory, embedded, self.memory_width)
+        keys = memory.length + tokens.shape[1]
+        context = self.positioned(
+            self._positions(keys, embedded),
+            keys,
+            key_mask=mask_of_keys(memory, padding_mask, tokens),
+            padding_mask=padding_mask,
+            token_ids=tokens,
+            causal=self._causal[0],
+            remember=memory_length > 0,
+        )
+        hidden, kept = self.run_layers(self._drop(embedded), context, memory, memory_length)
+        assert kept is not None
+        return hidden if self.final_norm is None else self.final_norm(hidden), kept
+
+    def _positions(self, keys: int, like: Tensor) -> Tensor:
+        """A `position_table` of at least so many positions, kept from forward to forward."""
+        table = self._table
+        if table is None or table.shape[-2] < keys or table.device != like.device or table.dtype != like.dtype:
+            with torch.inference_mode(False):
+                table = self._table = self.position_table(1 << (keys - 1).bit_length(), like)
+        return table
 
     def forward(
         self,
@@ -251,7 +288,7 @@ class LanguageModel(Stack[Config]):
             targets: [B, T] int64, the token after each; negative ones, and those of padded positions, count nothing.
             memory: what the segment before returned.
             memory_length: how many positions the returned memory holds at most.
-            padding_mask: [B, T] bool, True for a real token; None where all are real.
+            padding_mask: [B, T] bool, True for a real token, on either side; None where all are real.
             reduction: "mean" over the targets that count, or "none": [B, T].
         """
         hidden, remembered = self.encode(tokens, memory, memory_length=memory_length, padding_mask=padding_mask)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,6 @@ from pointsman_lab.models.blocks import LayerContext, Norm, TransformerLayer
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.models.embedding import TokenEmbedding
 from pointsman_lab.models.initial import initialize, seeded
-from pointsman_lab.models.memory import Memory, mask_of_keys
 from pointsman_lab.models.stack import LanguageModel
 from pointsman_lab.models.traced_attention import traced_attention
 
@@ -148,8 +147,7 @@ class TransformerXL(LanguageModel[TransformerXLConfig]):
 
     def __init__(self, config: TransformerXLConfig) -> None:
         super().__init__(config)
-        self._positions: Tensor | None = None
-        dim = config.dim
+        self.memory_width = dim = config.dim
         with seeded(config.seed, "model"):  # modules draw as they are built; the caller's generator stays as it was
             self.embedding = TokenEmbedding(config.vocab_size, dim, scale=math.sqrt(dim), bias=True)
             self.position_encoding = PositionBiases(config.num_heads, config.head_dim)
@@ -163,46 +161,22 @@ class TransformerXL(LanguageModel[TransformerXLConfig]):
             self.final_norm = Norm(dim) if config.pre_norm else None
         initialize(self, config.seed, config.init_std)
 
-    def encode(
-        self,
-        tokens: Tensor,
-        memory: Memory | None = None,
-        *,
-        memory_length: int = 0,
-        padding_mask: Tensor | None = None,
-    ) -> tuple[Tensor, Memory]:
-        """The last hidden states [B, T, dim] and the memory for the next segment; arguments as of `forward`."""
-        embedded = self.embedding.embed(tokens)
-        memory = self.checked(memory, embedded, self.config.dim)
-        key_mask = mask_of_keys(memory, padding_mask, tokens)
-        positions = self._sinusoids(memory.length + tokens.shape[1], embedded)
-        context = RelativeContext(
-            positions=F.dropout(positions, self.config.dropout, self.training),  # equal on all ranks
+    def position_table(self, count: int, like: Tensor) -> Tensor:
+        """[count, dim], by falling distance: sin and cos of distance / 10000^(2 i / dim)."""
+        exact = torch.float64 if like.dtype == torch.float64 else torch.float32
+        distance = torch.arange(count - 1, -1, -1, dtype=exact, device=like.device)
+        even = torch.arange(0, self.config.dim, 2, dtype=exact, device=like.device)
+        angles = distance[:, None] * torch.pow(10000.0, -even / self.config.dim)
+        return torch.cat([angles.sin(), angles.cos()], -1).to(like.dtype)
+
+    def positioned(self, table: Tensor, keys: int, **common: Any) -> RelativeContext:
+        nearest = table[len(table) - keys :]
+        return RelativeContext(
+            positions=F.dropout(nearest, self.config.dropout, self.training),  # equal on all ranks
             content_bias=self.position_encoding.content_bias,
             position_bias=self.position_encoding.position_bias,
-            key_mask=key_mask,
-            padding_mask=padding_mask,
-            token_ids=tokens,
-            causal=not self.config.allow_non_causal,
+            **common,
         )
-        hidden, kept = self.run_layers(self._drop(embedded), context, memory, memory_length)
-        if self.final_norm is not None:
-            hidden = self.final_norm(hidden)
-        assert kept is not None
-        return hidden, kept
-
-    def _sinusoids(self, keys: int, like: Tensor) -> Tensor:
-        """[keys, dim], by falling distance: sin and cos of distance / 10000^(2 i / dim)."""
-        table = self._positions
-        if table is None or len(table) < keys or table.device != like.device or table.dtype != like.dtype:
-            with torch.inference_mode(False):
-                exact = torch.float64 if like.dtype == torch.float64 else torch.float32
-                longest = 1 << (keys - 1).bit_length()
-                distance = torch.arange(longest - 1, -1, -1, dtype=exact, device=like.device)
-                even = torch.arange(0, self.config.dim, 2, dtype=exact, device=like.device)
-                angles = distance[:, None] * torch.pow(10000.0, -even / self.config.dim)
-                table = self._positions = torch.cat([angles.sin(), angles.cos()], -1).to(like.dtype)
-        return table[len(table) - keys :]
 
 
 class PositionBiases(nn.Module):
