@@ -88,31 +88,24 @@ def _tags(items: Sequence[Tagged], pieces: Pieces, length: int, classes: Mapping
     words: list[Ids] = []
     owners: list[int] = []
     cut = 0
-
-    def finish(owner: int, ids: list[int], places: list[int], found: list[int]) -> None:
-        rows.append(np.array([START, *ids, END], dtype=np.int64))
-        at = np.array(places, dtype=np.int64) + 1
-        row = np.full(length, IGNORE, dtype=np.int64)
-        row[at] = found
-        tags.append(row)
-        words.append(at)
-        owners.append(owner)
-
     for owner, item in enumerate(items):
-        ids: list[int] = []
-        places: list[int] = []
-        found: list[int] = []
+        parts: list[list[tuple[list[int], int]]] = [[]]  # of each row: a word's pieces and its tag
+        room = length - 2
         for word, tag in zip(item.words, item.tags, strict=True):
             own = pieces.encode(word).tolist() or [UNKNOWN]
             cut += len(own) > length - 2
             own = own[: length - 2]
-            if len(ids) + len(own) > length - 2:
-                finish(owner, ids, places, found)
-                ids, places, found = [], [], []
-            places.append(len(ids))
-            found.append(classes.get(tag, IGNORE))
-            ids += own
-        finish(owner, ids, places, found)
+            if len(own) > room:
+                parts.append([])
+                room = length - 2
+            parts[-1].append((own, classes.get(tag, IGNORE)))
+            room -= len(own)
+        for part in parts:
+            rows.append(np.array([START, *(piece for own, _ in part for piece in own), END], dtype=np.int64))
+            words.append(np.cumsum([1, *(len(own) for own, _ in part)])[:-1])
+            tags.append(np.full(length, IGNORE, dtype=np.int64))
+            tags[-1][words[-1]] = [tag for _, tag in part]
+            owners.append(owner)
     labels = np.stack(tags)[:, : max(map(len, rows))]
     return Features(Encoded(tuple(rows), labels, cut, _unknown(rows)), np.array(owners), words)
 

@@ -256,31 +256,25 @@ def search(model: Translator, source: Tensor, beam: int = 1) -> list[list[int]]:
         every = (scores[..., None] + logs).flatten(1)
         best = every.topk(2 * beam, 1)
         rows, words = best.indices // logs.shape[2], best.indices % logs.shape[2]
-        kept_rows, kept_words, kept_scores = [], [], []
-        for place in range(batch):
-            kept: list[tuple[float, int, int]] = []
-            for rank, (score, row, word) in enumerate(
-                zip(best.values[place].tolist(), rows[place].tolist(), words[place].tolist(), strict=True)
-            ):
+        kept: list[list[tuple[float, int, int]]] = [[] for _ in range(batch)]
+        for place, found in enumerate(zip(best.values.tolist(), rows.tolist(), words.tolist(), strict=True)):
+            for rank, (score, row, word) in enumerate(zip(*found, strict=True)):
+                own = place * beam + row
                 if word == END:
                     if rank < beam and len(finished[place]) < beam:
-                        text = written[place * beam + row].tolist()
-                        finished[place].append((score / length**LENGTH_PENALTY, text))
-                elif len(kept) < beam:
-                    kept.append((score, row, word))
-            kept_scores.append([score for score, _, _ in kept])
-            kept_rows.append([place * beam + row for _, row, _ in kept])
-            kept_words.append([word for _, _, word in kept])
-        order = torch.tensor(kept_rows, device=device).flatten()
-        tokens = torch.tensor(kept_words, device=device).view(-1, 1)
-        scores = torch.tensor(kept_scores, device=device)
+                        finished[place].append((score / length**LENGTH_PENALTY, written[own].tolist()))
+                elif len(kept[place]) < beam:
+                    kept[place].append((score, own, word))
+        order = torch.tensor([own for each in kept for _, own, _ in each], device=device)
+        tokens = torch.tensor([[word] for each in kept for _, _, word in each], device=device)
+        scores = torch.tensor([[score for score, _, _ in each] for each in kept], device=device)
         written = torch.cat([written[order], tokens], 1)
         memory = memory.map(lambda tensor, order=order: tensor[order])  # type: ignore[misc]
-        for place, found in enumerate(finished):
-            if length == limits[place] and len(found) < beam:
+        for place, done in enumerate(finished):
+            if length == limits[place] and len(done) < beam:
                 last = written[place * beam : (place + 1) * beam].tolist()
                 divisor = length**LENGTH_PENALTY
-                found += [(score / divisor, text) for score, text in zip(kept_scores[place], last, strict=True)]
-        if all(len(found) >= beam for found in finished):
+                done += [(score / divisor, text) for (score, _, _), text in zip(kept[place], last, strict=True)]
+        if all(len(done) >= beam for done in finished):
             break
-    return [max(found, key=lambda one: one[0])[1] for found in finished]
+    return [max(done, key=lambda one: one[0])[1] for done in finished]
