@@ -117,10 +117,11 @@ def _stdlib(level: Level) -> Source:
     root = Path(sysconfig.get_path("stdlib"))
     version = platform.python_version()
     parts: dict[str, list[Span]] = {split: [] for split in SPLITS}
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-        relative = path.relative_to(root)
-        if _in_stdlib_corpus(relative):
-            draw = percent(relative.as_posix())
+    for name, path in sorted((path.relative_to(root).as_posix(), path) for path in root.rglob("*.py")):
+        *folders, stem = name.split("/")
+        skipped = any(folder in _STDLIB_SKIPPED_FOLDERS or folder.startswith("config-") for folder in folders)
+        if not skipped and not stem.startswith(_STDLIB_SKIPPED_PREFIXES):
+            draw = percent(name)
             split = "test" if draw < 5 else "valid" if draw < 10 else "train"
             parts[split].append(_whole_span(path, may_be_empty=True))
     count = sum(len(spans) for spans in parts.values())
@@ -128,13 +129,6 @@ def _stdlib(level: Level) -> Source:
         raise RunError(f"this Python {version} comes without the source of its standard library: give --data a file")
     note = f"Python {version}, {count} files, split by file"
     return Source("stdlib", level, {split: tuple(spans) for split, spans in parts.items()}, note)
-
-
-def _in_stdlib_corpus(relative: Path) -> bool:
-    folders = relative.parts[:-1]
-    if any(folder in _STDLIB_SKIPPED_FOLDERS or folder.startswith("config-") for folder in folders):
-        return False
-    return not relative.name.startswith(_STDLIB_SKIPPED_PREFIXES)
 
 
 def _file(path: Path, level: Level | None) -> Source:

@@ -57,16 +57,8 @@ class GateRule:
         return self.groups == 1 and not self.corrected
 
 
-@dataclass(frozen=True)
-class GateWeights:
-    """W [E, dim] and the correction bias [E] of a gate."""
-
-    weight: Tensor
-    correction: Tensor
-
-
-def gate_of(router: Router, top_k: int) -> tuple[GateRule, GateWeights]:
-    """The rule and the weights of a gate that routes as `router` does in evaluation at this k.
+def gate_of(router: Router, top_k: int) -> tuple[GateRule, Tensor, Tensor]:
+    """Rule, W [E, dim] and correction bias [E] of a gate that routes as `router` does in evaluation at this k.
 
     Raises:
         ValueError: no gate of transformers does; says why, without the layer.
@@ -107,7 +99,7 @@ def gate_of(router: Router, top_k: int) -> tuple[GateRule, GateWeights]:
             raise ValueError(f"{where} ranks by logits (biased=logits), and the classes rank by scores")
     else:
         raise ValueError(f"{where} selects experts as no class does")
-    return rule, GateWeights(weight.detach(), correction)
+    return rule, weight.detach(), correction
 
 
 @dataclass(frozen=True)

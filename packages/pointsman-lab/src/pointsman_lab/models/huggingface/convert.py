@@ -10,19 +10,23 @@ import torch
 from torch import Tensor
 
 from pointsman._errors import RunError
+from pointsman.control import set_top_k
 from pointsman.layer import MoE
 from pointsman.routers.frame.router import Router
 from pointsman.routers.papers.loss_free import BiasedTopK
 from pointsman.routers.papers.smoe_dropout import FrozenLinearScorer
 from pointsman.routers.papers.topk import LinearScorer
 from pointsman_lab.models.decoder import Decoder
-from pointsman_lab.models.huggingface.classes import CLASSES, GateRule, GateWeights, HubClass, common_settings, gate_of
+from pointsman_lab.models.huggingface.classes import CLASSES, GateRule, HubClass, common_settings, gate_of
 
 TOKENS = 16  # that the logits are compared on
 TOLERANCE = 1e-4
 ATTENTION = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "output"}
 NORMS = {"q_norm": "query_norm", "k_norm": "key_norm"}
 MAPS = {"gate_proj": "w_gate", "up_proj": "w_in", "down_proj": "w_out"}
+
+Gates = dict[int, tuple[GateRule, Tensor, Tensor]]
+"""Layer -> what `gate_of` gives of its router."""
 
 
 class NoClassError(RunError):
@@ -91,7 +95,7 @@ def to_transformers(model: Decoder, *, top_k: int, length: int) -> Any:
     return theirs
 
 
-def _gates(model: Decoder, top_k: int) -> dict[int, tuple[GateRule, GateWeights]]:
+def _gates(model: Decoder, top_k: int) -> Gates:
     """Rule and weights of every sparse layer's gate; all rules are equal."""
     config = model.config
     for wrong, why in (
@@ -103,13 +107,13 @@ def _gates(model: Decoder, top_k: int) -> dict[int, tuple[GateRule, GateWeights]
     ):
         if wrong:
             raise NoClassError(f"no class of transformers can express the model: {why}")
-    gates: dict[int, tuple[GateRule, GateWeights]] = {}
+    gates: Gates = {}
     for index, moe in sparse_layers(model):
         try:
             gates[index] = gate_of(moe.router, top_k)
         except ValueError as error:
             raise NoClassError(f"layer layers.{index}: {error}") from None
-    rules = {index: rule for index, (rule, _) in gates.items()}
+    rules = {index: rule for index, (rule, _, _) in gates.items()}
     first = next(iter(rules))
     corrected = any(rule.corrected for rule in rules.values())
     for index, rule in rules.items():
@@ -119,7 +123,7 @@ def _gates(model: Decoder, top_k: int) -> dict[int, tuple[GateRule, GateWeights]
                 "a class are all alike"
             )
     common = replace(rules[first], corrected=corrected)
-    return {index: (common, weights) for index, (_, weights) in gates.items()}
+    return {index: (common, weight, correction) for index, (_, weight, correction) in gates.items()}
 
 
 def _class_for(model: Decoder, rule: GateRule) -> HubClass:
@@ -137,22 +141,20 @@ def _class_for(model: Decoder, rule: GateRule) -> HubClass:
     )
 
 
-def _their_state(
-    model: Decoder, found: HubClass, gates: Mapping[int, tuple[GateRule, GateWeights]]
-) -> dict[str, Tensor]:
+def _their_state(model: Decoder, found: HubClass, gates: Gates) -> dict[str, Tensor]:
     own = {name: tensor.detach().float().cpu() for name, tensor in model.state_dict().items()}
     state = {theirs: own[ours].clone() for ours, theirs in names(model, found.shared)}
     if model.config.tied:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     for index, moe in sparse_layers(model):
         here, there = f"layers.{index}.moe", f"model.layers.{index}.mlp"
-        rule, weights = gates[index]
+        rule, weight, correction = gates[index]
         state[f"{there}.experts.gate_up_proj"] = torch.cat(
             [own[f"{here}.experts.w_gate"], own[f"{here}.experts.w_in"]], 1
         )
-        state[f"{there}.gate.weight"] = weights.weight.float().cpu().clone()
+        state[f"{there}.gate.weight"] = weight.float().cpu().clone()
         if found.gate == "sigmoid":
-            state[f"{there}.gate.e_score_correction_bias"] = weights.correction.clone()
+            state[f"{there}.gate.e_score_correction_bias"] = correction.clone()
         elif rule.scale != 1:  # a softmax gate has no factor of its own
             state[f"{there}.experts.down_proj"] *= rule.scale
         if found.shared is None:
@@ -213,8 +215,6 @@ def _start_gate(router: Router, state: Mapping[str, Tensor], gate: str) -> bool:
 @torch.no_grad()
 def difference(model: Decoder, theirs: Any, top_k: int) -> float:
     """The largest difference of the logits of random tokens, divided by their standard deviation."""
-    from pointsman.control import set_top_k
-
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.config.vocab_size, (1, TOKENS), generator=generator)
     training = model.training
