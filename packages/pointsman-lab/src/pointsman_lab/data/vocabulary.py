@@ -171,9 +171,7 @@ class Vocabulary(Symbols):
         if self.level == "byte":
             return np.array(self.symbols, dtype=np.uint8)[array].tobytes()
         words = ["\n" if self.symbols[index] == END_OF_LINE else str(self.symbols[index]) for index in array]
-        text = "".join(
-            word if index == 0 or "\n" in (word, words[index - 1]) else f" {word}" for index, word in enumerate(words)
-        )
+        text = " ".join(words).replace(" \n", "\n").replace("\n ", "\n")
         return text.encode("utf-8", errors="surrogatepass")
 
     def decode(self, ids: Iterable[int] | NDArray[Any]) -> str:
@@ -212,8 +210,8 @@ class Vocabulary(Symbols):
         ids = {int(symbol): index for index, symbol in enumerate(self.symbols)}
         mark = ids.get(ord("?"), 0)
         space = ids.get(ord(" "), mark)
-        stand_in = {value: space if value in _WHITE_SPACE else mark for value in range(256)}
-        return np.array([ids.get(value, stand_in[value]) for value in range(256)], dtype=self.dtype)
+        known = [ids.get(value, space if value in _WHITE_SPACE else mark) for value in range(256)]
+        return np.array(known, dtype=self.dtype)
 
 
 def split_words(text: str, *, keep_newlines: bool) -> list[str]:

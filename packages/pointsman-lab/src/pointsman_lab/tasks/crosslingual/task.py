@@ -170,9 +170,6 @@ class CrossLingual(FineTuning):
             weighted_by_targets=self.data.kind == "tags",
         )  # fmt: skip
 
-    def validation_split(self, config: RunConfig) -> str | None:
-        return "valid"
-
     @torch.no_grad()
     def evaluate(
         self, model: Any, config: RunConfig, split: str, top_k: Sequence[int], context: EvaluationContext

@@ -204,9 +204,6 @@ class LanguageModelling(Task):
     def validation_split(self, config: RunConfig) -> str | None:
         return "valid" if "valid" in self.corpus.splits else None
 
-    def reported_split(self, config: RunConfig) -> str:
-        return config.eval_split
-
     def evaluate(
         self, model: Any, config: RunConfig, split: str, top_k: Sequence[int], context: EvaluationContext
     ) -> list[dict[str, Any]]:
