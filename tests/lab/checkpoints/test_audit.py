@@ -221,7 +221,7 @@ def test_an_adapter_is_audited_without_prunings() -> None:
 def test_a_gate_on_the_disk_is_audited_without_costs(tmp_path: Path) -> None:
     model = spread(zoo.tiny_model("mixtral"))
     result = audit(model, tokenizer(), texts(8), top_k=[2], length=12)
-    pytest.importorskip("accelerate")
+    accelerate = pytest.importorskip("accelerate")
     model.save_pretrained(tmp_path / "model")
     parts = ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.norm", "lm_head")
     places = {**dict.fromkeys(parts, "cpu"), "model.layers.1": "disk"}
@@ -234,6 +234,10 @@ def test_a_gate_on_the_disk_is_audited_without_costs(tmp_path: Path) -> None:
     assert f"cost to serve left out: {why}" in found.notes
     found.save(tmp_path / "out")
     assert not found.analyses["serving"]
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    wholly = audit(model, tokenizer(), texts(8), length=12)
+    assert wholly.quality[0]["loss"] == pytest.approx(result.quality[0]["loss"])
+    assert wholly.protocol["device"] == "cpu"
 
 
 def test_findings_and_summary(tmp_path: Path) -> None:

@@ -304,6 +304,10 @@ def test_verify_names_what_differs(tmp_path: Any) -> None:
     assert "layers.0" not in str(error.value)
     with pytest.raises(ValueError, match=r"only the second has 9 tensors"):
         hf.verify(zoo.tiny_model("mixtral"), zoo.tiny_model("mixtral", num_hidden_layers=3))
+    with torch.device("meta"):
+        offloaded = type(model)(model.config)
+    with pytest.raises(ValueError, match=r"verify: a model's weights are offloaded"):
+        hf.verify(model, offloaded)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")

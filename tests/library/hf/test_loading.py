@@ -34,6 +34,15 @@ def test_a_model_without_a_tokenizer_is_told_in_a_whole_sentence(tmp_path: Path,
     assert str(told.value).endswith(ends)
 
 
+@pytest.mark.parametrize("changes", [{"num_local_experts": 12}, {"vocab_size": 50}])
+def test_a_config_that_says_other_sizes_is_told_by_name(tmp_path: Path, changes: dict[str, int]) -> None:
+    zoo.tiny_model("mixtral").save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, **changes}))
+    with pytest.raises(RunError, match=r"(weight|proj) is \[\d.*\] in the file, and \[\d.*\] by its config.json"):
+        load_model(str(tmp_path))
+
+
 def test_encoder_decoders_are_loaded(tmp_path: Path) -> None:
     zoo.tiny_model("switch_transformers").save_pretrained(tmp_path)
     assert type(load_model(str(tmp_path))).__name__ == "SwitchTransformersForConditionalGeneration"

@@ -53,9 +53,7 @@ def convert(value: Any, kind: Any, where: str) -> Any:
                 number = one(value)
             except (TypeError, ValueError, OverflowError):
                 continue
-            if isinstance(value, float) and number != value:
-                continue
-            if number != number:
+            if number != number or (isinstance(value, float) and number != value):
                 continue
             if abs(number) > (largest := most(name, one)):
                 what = "whole numbers" if one is int else "numbers"

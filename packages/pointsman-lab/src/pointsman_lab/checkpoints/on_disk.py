@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pointsman._errors import RunError
-from pointsman.hf.loading import load_named, whole_model
+from pointsman.hf.loading import INFORMED, load_named, whole_model
 
 
 def load_on_disk(name: str, folder: Path, *, dtype: str = "auto") -> Any:
@@ -38,7 +38,7 @@ def load_on_disk(name: str, folder: Path, *, dtype: str = "auto") -> Any:
     given: dict[str, Any] = {"device_map": places, "offload_folder": str(folder), "trust_remote_code": False}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The following device_map keys do not match any submodules")  # but tensors
-        model = whole_model(name, lambda: factory.from_pretrained(name, dtype=dtype, output_loading_info=True, **given))
+        model = whole_model(name, lambda: factory.from_pretrained(name, dtype=dtype, **INFORMED, **given))
     try:
         with torch.no_grad():
             model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)

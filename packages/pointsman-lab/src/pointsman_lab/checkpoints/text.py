@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 PADDING, TEXT, SPECIAL, TEMPLATE = range(4)
 KINDS = ("padding", "text", "special", "template")
@@ -145,6 +145,12 @@ def _batch(rows: Sequence[tuple[list[int], list[int]]], padding: int) -> TextBat
         ids[row, : len(some)] = torch.tensor(some)
         kinds[row, : len(some)] = torch.tensor(what)
     return TextBatch(ids, kinds)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model takes its inputs; the CPU where its weights are offloaded, whose hooks take them further."""
+    found = next(model.parameters()).device
+    return torch.device("cpu") if found.type == "meta" else found
 
 
 def refuse_unknown_tokens(model: Any, highest: int) -> None:

@@ -12,6 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 from pointsman._errors import RunError
 from pointsman.hf.uneven import uneven
 
+INFORMED: Any = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+"""Arguments with which a model and its loading info are returned, from which `whole_model` says what is wrong."""
+
 
 def load_model(name: str, *, dtype: str = "auto", device: str = "cpu", masked: bool = False) -> Any:
     """A language model, of a decoder or of encoder and decoder; `masked`: of an encoder.
@@ -27,7 +30,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "cpu", masked: b
             factory = AutoModelForMaskedLM
         if hasattr(config, "uneven_experts"):
             factory = uneven(factory._model_mapping[type(config)])
-        return factory.from_pretrained(name, dtype=dtype, output_loading_info=True, trust_remote_code=False)
+        return factory.from_pretrained(name, dtype=dtype, trust_remote_code=False, **INFORMED)
 
     return whole_model(name, load).to(device)
 
@@ -35,6 +38,8 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "cpu", masked: b
 def whole_model(name: str, load: Callable[[], tuple[Any, Any]]) -> Any:
     """The model of (model, loading info); RunError if it cannot be loaded, or if the saved one lacks weights."""
     model, info = load_named(name, "model", load)
+    for tensor, saved, expected in sorted(info["mismatched_keys"])[:1]:
+        raise RunError(f"{name}: {tensor} is {[*saved]} in the file, and {[*expected]} by its config.json")
     if missing := sorted(info["missing_keys"]):
         raise RunError(f"{name}: the saved {type(model).__name__} lacks {len(missing)} weights: {missing[0]}, …")
     return model

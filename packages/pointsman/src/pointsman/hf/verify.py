@@ -37,6 +37,8 @@ def verify(
         ValueError: all that differs, one line each.
     """
     first, second = (one if isinstance(one, nn.Module) else load_model(str(one)) for one in (a, b))
+    if any(tensor.is_meta for one in (first, second) for tensor in one.parameters()):
+        raise ValueError("verify: a model's weights are offloaded, to the disk or another device: load it whole")
     found = [*_tensors(first, second)]
     if ids is None:
         size = min(int(one.get_input_embeddings().weight.shape[0]) for one in (first, second))  # type: ignore[operator]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pointsman.control import set_top_k
+from pointsman_lab.checkpoints.text import device_of
 from pointsman_lab.intervals import ratio
 
 ANSWER_TOKENS = 256
@@ -32,7 +33,7 @@ def prompt_ids(tokenizer: Any, prompt: Any) -> Tensor:
 @torch.no_grad()
 def _spent(model: Any, tokenizer: Any, ids: Tensor, answer: str, most: int) -> tuple[int, bool]:
     """Tokens generated until the answer, the end of the text or `most`; whether the answer came."""
-    ids, found = ids.to(next(model.parameters()).device), False
+    ids, found = ids.to(device_of(model)), False
     begun = 1 if model.config.is_encoder_decoder else ids.shape[1]
 
     def stop(ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pointsman_lab.checkpoints.text import PADDING, TEXT, TextBatch
+from pointsman_lab.checkpoints.text import PADDING, TEXT, TextBatch, device_of
 from pointsman_lab.intervals import LEAST_BLOCKS, half_width, ratio
 
 MOST = 512
@@ -53,7 +53,7 @@ class Block:
 @torch.no_grad()
 def row_losses(model: nn.Module, batch: TextBatch) -> list[Parts] | None:
     """The losses of each row's parts; None without logits [B, T, vocabulary]."""
-    device = next(model.parameters()).device
+    device = device_of(model)
     ids = batch.ids.to(device)
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": batch.mask.long().to(device)}
     config = getattr(model, "config", None)

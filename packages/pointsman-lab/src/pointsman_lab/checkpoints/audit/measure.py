@@ -26,7 +26,7 @@ from pointsman_lab.checkpoints.audit.result import TOLERANCE, AuditResult
 from pointsman_lab.checkpoints.audit.routers import routers_of
 from pointsman_lab.checkpoints.audit.run import AuditRun, finite
 from pointsman_lab.checkpoints.audit.sample import Sample
-from pointsman_lab.checkpoints.text import Conversation, TextBatch, text_batches
+from pointsman_lab.checkpoints.text import Conversation, TextBatch, device_of, text_batches
 
 Progress = Callable[[int, int | None], None]
 """Called with the number of tokens read and the largest possible number (None: unknown)."""
@@ -117,7 +117,7 @@ def audit(
         "tokenizer": type(tokenizer).__name__,
         "vocabulary": int(getattr(getattr(model, "config", None), "vocab_size", 0) or 0),
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-        "device": next(model.parameters()).device.type,
+        "device": device_of(model).type,
     }
     result = run.result(protocol, notes, sample, routers_of(model))
     with evaluating(model):

@@ -36,9 +36,7 @@ class PassThrough(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (F.linear, torch.mm):
-            return args[0]
-        if func in (Tensor.to, Tensor.type, Tensor.float, Tensor.t):
+        if func in (F.linear, torch.mm, Tensor.to, Tensor.type, Tensor.float, Tensor.t):
             return args[0]
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
