@@ -90,7 +90,7 @@ class ModelConfig:
             layer; "dense-matched" one with the FLOPs of `top_k` experts, also where `after:` adds one (of base experts
             three residual sublayers); "plain" one as wide as one expert, and nothing where `after:` would add one: the
             papers' dense models, which are cheaper.
-        moe_layers: which layers are sparse (`layout.parse_moe_layers`).
+        moe_layers: which layers are sparse (`parse_moe_layers`).
         attention_only: layers without any feed-forward sublayer.
         activation: "relu", "gelu" or "silu".
         experts: "ffn", or "base": three residual sublayers as one expert, with neither residual nor norm around it;

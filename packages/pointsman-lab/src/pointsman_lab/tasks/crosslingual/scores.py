@@ -22,7 +22,6 @@ import hashlib
 import math
 import re
 import string
-import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,9 +49,6 @@ _ARTICLES = {
     "vi": r"\b(của|là|cái|chiếc|những)\b",
     "ar": r"\sال^|ال",
 }
-_PUNCTUATION = {chr(code) for code in range(sys.maxunicode) if unicodedata.category(chr(code)).startswith("P")} | set(
-    string.punctuation
-)
 
 
 class AnswerScore(NamedTuple):
@@ -64,8 +60,9 @@ class AnswerScore(NamedTuple):
 
 def words_of(text: str, language: str | None = None) -> list[str]:
     """The words of an answer by MLQA's rules of a language; None: by those of SQuAD 1.1."""
-    left_out = string.punctuation if language is None else _PUNCTUATION
-    kept = "".join(character for character in text.lower() if character not in left_out)
+    kept = "".join(character for character in text.lower() if character not in string.punctuation)
+    if language is not None:
+        kept = "".join(character for character in kept if unicodedata.category(character)[0] != "P")
     if articles := _ARTICLES.get(language or "en"):
         kept = re.sub(articles, " ", kept)
     if language == "zh":  # Chinese characters one by one, other words at white space
