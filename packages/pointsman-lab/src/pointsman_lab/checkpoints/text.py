@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 PADDING, TEXT, SPECIAL, TEMPLATE = range(4)
 KINDS = ("padding", "text", "special", "template")
@@ -138,13 +139,9 @@ def _contents(message: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _batch(rows: Sequence[tuple[list[int], list[int]]], padding: int) -> TextBatch:
-    width = max(len(ids) for ids, _ in rows)
-    ids = torch.full((len(rows), width), padding, dtype=torch.int64)
-    kinds = torch.full((len(rows), width), PADDING, dtype=torch.int64)
-    for row, (some, what) in enumerate(rows):
-        ids[row, : len(some)] = torch.tensor(some)
-        kinds[row, : len(some)] = torch.tensor(what)
-    return TextBatch(ids, kinds)
+    ids, kinds = ([torch.tensor(one) for one in each] for each in zip(*rows, strict=True))
+    padded = pad_sequence(ids, batch_first=True, padding_value=padding)
+    return TextBatch(padded, pad_sequence(kinds, batch_first=True, padding_value=PADDING))
 
 
 def device_of(model: nn.Module) -> torch.device:
