@@ -1,6 +1,7 @@
 """Runs and comparisons under attack, from the command line."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,16 +22,19 @@ from pointsman_lab.tasks.attacks.attacks import run_under_attack
 from pointsman_lab.tasks.attacks.table import Attack
 from pointsman_lab.training.compare import Plan, compare
 from pointsman_lab.training.run import load_run
+from pointsman_lab.training.trainer import train
+
+SMALL = {
+    "model.dim": 16, "model.num_layers": 2, "model.num_experts": 4, "model.hidden_dim": 16, "model.num_heads": 2,
+    "model.head_dim": 8, "batch_size": 4, "eval_tokens": 512, "eval_batch_size": 4, "validate_every": 0,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("robust")
     (folder / "text.txt").write_text("the film was good, the play was bad. \n" * 800)
-    config = preset("tiny", data=str(folder / "text.txt"), steps=4).with_overrides(
-        {"model.dim": 16, "model.num_layers": 2, "model.num_experts": 4, "model.hidden_dim": 16, "model.num_heads": 2,
-         "model.head_dim": 8, "batch_size": 4, "eval_tokens": 512, "eval_batch_size": 4, "validate_every": 0}
-    )  # fmt: skip
+    config = preset("tiny", data=str(folder / "text.txt"), steps=4).with_overrides(SMALL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         compare(Plan(config, ("smoe", "dense"), (0,)), folder / "runs", progress=Quiet())
@@ -71,6 +75,53 @@ def test_a_language_model_under_a_sweep(comparison: Path, tmp_path: Path, capsys
     assert file.read_text() == before  # deterministic
     assert main([*arguments, "--device", "cpu", "--attack-seed", "1"]) == 0
     assert file.read_text() != before
+
+
+def test_a_folder_of_records_gives_no_run_the_figures_of_another(
+    comparison: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, retrained, out = comparison / "runs/smoe/seed-0", tmp_path / "run", tmp_path / "out"
+    shutil.copytree(run, retrained)
+
+    def under_attack(path: Path) -> bool:
+        """Whether the file was made anew; its clean figures are those of the run's own evaluation."""
+        assert main(["evaluate", str(path), "--attack", "word", "--out", str(out), "--device", "cpu"]) == 0
+        [file] = out.glob("*.json")
+        found = [row["nats"] for row in json.loads(file.read_text())["results"] if not row.get("attack")]
+        own = [row["nats"] for row in json.loads((path / "evaluation.json").read_text())["results"]]
+        assert found == pytest.approx(own, rel=1e-6)
+        return "is made anew: its weights, text or settings were others" in capsys.readouterr().err
+
+    assert not under_attack(run)
+    assert not under_attack(retrained), "the same weights"
+    assert under_attack(comparison / "runs/dense/seed-0")
+    assert under_attack(retrained)
+    shutil.rmtree(retrained)
+    train(load_run(run).config.with_overrides({"seed": 1}), retrained)
+    assert under_attack(retrained)
+
+
+def test_a_sweep_goes_on_with_other_words_for_the_same(
+    comparison: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def sweep(rate: str, *words: str) -> set[float]:
+        """The rates that the file has then."""
+        run = ["evaluate", str(comparison / "runs/smoe/seed-0"), "--attack", "word", "--attack-rate", rate]
+        assert main([*run, *words, "--out", str(tmp_path), "--device", "cpu"]) == 0
+        record = json.loads(next(tmp_path.glob("*.json")).read_text())
+        return {row["attack"]["rate"] for row in record["results"] if row.get("attack")}
+
+    monkeypatch.chdir(comparison.parent)
+    assert sweep("0.05", "--top-k", "1,4") == {0.05}
+    assert sweep("0.1", "--top-k", "4,1") == {0.05, 0.1}
+    assert sweep("0.2", "--top-k", "1,4", "--data", "./text.txt") == {0.05, 0.1, 0.2}
+    assert "is made anew" not in capsys.readouterr().err
+    [file] = tmp_path.glob("*.json")
+    record = json.loads(file.read_text())
+    del record["asked"]
+    file.write_text(json.dumps(record))
+    assert sweep("0.1", "--top-k", "1,4") == {0.1}
+    assert f"{file} is made anew" in capsys.readouterr().err, "a record of before says not what it is of"
 
 
 def test_a_comparison_under_attack(comparison: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

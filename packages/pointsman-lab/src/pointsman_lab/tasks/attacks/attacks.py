@@ -31,6 +31,7 @@ from pointsman_lab.data.catalog import Level
 from pointsman_lab.data.streams import EvalStream
 from pointsman_lab.data.vocabulary import IdArray, Vocabulary
 from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, map_routing
+from pointsman_lab.finetuning.run import identity
 from pointsman_lab.models.transformer_xl import TransformerXL
 from pointsman_lab.progress import Progress, Quiet, Stop
 from pointsman_lab.runs.compact import write_record
@@ -116,7 +117,7 @@ def run_attacks(values: argparse.Namespace, device: str) -> int:
             before = dict(record.get("asked", {}))
             had = before.pop("attacks", [])
             if before != about:
-                if before:
+                if record:
                     display.note(f"{file} is made anew: its weights, text or settings were others")
                 record, had = {"results": [], "routing": []}, []
             if left := [attack for attack in attacks if attack.to_dict() not in had]:
@@ -146,8 +147,8 @@ def _asked(run: Run, values: argparse.Namespace) -> tuple[str, dict[str, Any], d
     tokens = run.config.eval_tokens if values.eval_tokens is None else values.eval_tokens
     tokens = None if tokens == "all" else tokens
     about = {
-        "top_k": list(values.top_k or run.config.eval_top_k), "checkpoint": f"step-{run.step}",
-        "data": values.data or run.config.data, "split": split, "fingerprint": corpus.fingerprint,
+        "top_k": sorted(values.top_k or run.config.eval_top_k), "checkpoint": f"step-{run.step}",
+        "weights": identity(run)["sha256"], "split": split, "fingerprint": corpus.fingerprint,
         "protocol": eval_protocol(run.config, tokens).to_dict(),
     }  # fmt: skip
     asked = {"data": values.data, "split": split, "top_k": values.top_k, "tokens": tokens}
