@@ -179,12 +179,38 @@ def test_changed_data_are_not_read_under_the_name_of_the_run_s_own(
     try:
         for words in asked:
             assert main([*words, *few]) == 2
-            assert f"{run} was trained on other data: {text} has changed" in capsys.readouterr().err
+            told = capsys.readouterr().err
+            assert f"{run}: its data here are not those of its training: files are other or missing" in told
+            assert f"with --data {text} they are read as other data" in told
         assert not list(tmp_path.iterdir())
         assert main([*asked[0], *few, "--data", str(text)]) == 0
         assert replace(load_run(run), data=None).task().name, "a checkpoint without a fingerprint"
     finally:
         text.write_text(before)
+
+
+def test_a_part_that_is_not_read_may_be_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, run = tmp_path / "wikitext-2", tmp_path / "run"
+    data.mkdir()
+    for part, lines in (("train", 900), ("valid", 90), ("test", 90)):
+        text = "".join(f" the {line} th wagon leaves on track {line * line % 7} .\n" for line in range(lines))
+        (data / f"wiki.{part}.tokens").write_text(text)
+    config = preset("tiny", data=f"{data}:level=word", steps=2).with_overrides({**SMALL, "eval_tokens": 256})
+    train(config, run)
+    asked = ["evaluate", str(run), "--device", "cpu", "--out", str(tmp_path / "out")]
+    valid = data / "wiki.valid.tokens"
+    text = valid.read_text()
+    valid.unlink()
+    assert main(asked) == 2, "the training part is there: another one's absence is told"
+    assert "files are other or missing" in capsys.readouterr().err
+    (data / "wiki.train.tokens").unlink()
+    for content in (None, text):
+        if content:
+            valid.write_text(content)
+        assert main(asked) == 0
+        assert main([*asked, "--attack", "word", "--attack-rate", "0.1"]) == 0
+    before, after = (json.loads(next(place.glob("evaluation*.json")).read_text()) for place in (run, tmp_path / "out"))
+    assert [row["nats"] for row in after["results"]] == [row["nats"] for row in before["results"]]
 
 
 def test_the_routing_changes_in_the_precision_of_the_run(comparison: Path, monkeypatch: pytest.MonkeyPatch) -> None:

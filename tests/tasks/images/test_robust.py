@@ -319,8 +319,12 @@ def test_outliers_in_folders_of_known_classes_are_scored_among_these(comparison:
         Image.fromarray(255 - images.split("test").pixels([place])[0]).save(folder / f"{place}.png")
     found = robustness(run, Asked.parse(f"o:{tmp_path / 'strange'}"))
     assert (found["inliers"], found["outliers"], found["base_rate"]) == (4, 6, 0.6)
-    with pytest.raises(RunError, match=r"was trained on other data: .* has changed"):
+    with pytest.raises(RunError, match=r"its data here are not those of its training: files are other or missing"):
         robustness(replace(run, data="another"), Asked.parse("c"))
+    for name in images.classes[:2]:
+        shutil.copytree(tmp_path / "strange" / name, tmp_path / "alone" / "test" / name)
+    alone = replace(run, config=run.config.with_overrides({"data": f"{tmp_path / 'alone'}:size={images.side}"}))
+    assert alone.task().name == "alone", "no training part to compare"
 
 
 def test_images_have_the_classes_that_the_run_learned(comparison: Path, monkeypatch: pytest.MonkeyPatch) -> None:

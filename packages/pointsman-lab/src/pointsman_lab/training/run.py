@@ -70,12 +70,16 @@ class Run:
         return autocast(self.config, next(self.model.parameters()).device)
 
     def task(self, spec: str | None = None, progress: DataProgress | None = None) -> Task:
-        """What the run was trained on (RunError where it has changed), or other data, in the run's vocabulary."""
+        """What the run was trained on, or other data, in the run's vocabulary.
+
+        Raises:
+            RunError: its own data, with their training part, are not those of its training.
+        """
         config = self.config if spec is None else self.config.with_overrides({"data": spec})
         task = pretraining_task(config, progress, self.vocabulary)
-        if spec is None and self.data not in (None, task.fingerprint):
-            changed = f"{config.data} has changed; with --data it is read as other data"
-            raise RunError(f"{self.path} was trained on other data: {changed}")
+        if spec is None and task.whole and self.data not in (None, task.fingerprint):
+            differ = "its data here are not those of its training: files are other or missing"
+            raise RunError(f"{self.path}: {differ}; with --data {config.data} they are read as other data")
         return task
 
 

@@ -92,6 +92,7 @@ class Task(ABC):
         vocabulary: what the run's token ids stand for.
         name: of the data, for names of files.
         fingerprint: of the data; a checkpoint of other data is refused.
+        whole: whether the training part is there; without it the fingerprint is none that a training had.
         files: name -> JSON of further files of the run directory.
         fills_vocabulary: whether every id of a model's vocabulary stands for something.
         fixed_shapes: whether every row of every batch has equally many targets.
@@ -102,6 +103,7 @@ class Task(ABC):
     vocabulary: Symbols
     name: str = ""
     fingerprint: str
+    whole = True
     files: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     fills_vocabulary = False
     fixed_shapes = False

@@ -97,6 +97,7 @@ class ImageClassification(Task):
         self.vocabulary = ClassNames(self.images.classes)
         self.name = images.name
         self.fingerprint = images.fingerprint
+        self.whole = "train" in images.splits
         self._kept: dict[int, str] = {}
 
     @classmethod

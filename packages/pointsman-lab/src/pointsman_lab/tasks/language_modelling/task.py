@@ -160,6 +160,7 @@ class LanguageModelling(Task):
         self.vocabulary = corpus.vocabulary
         self.name = corpus.name
         self.fingerprint = corpus.fingerprint
+        self.whole = "train" in corpus.splits
 
     @classmethod
     def open(
