@@ -124,7 +124,7 @@ def test_peft(spec: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "glm4_moe", "minimax_m2"])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "glm4_moe", "minimax_m2", "inkling"])
 def test_gates_that_cannot_be_probed_score_as_their_class_does(family: str) -> None:
     """Where PEFT trains the gate, or where its weights are offloaded."""
 
@@ -160,6 +160,7 @@ def test_the_scores_of_all_experts_are_read_from_those_of_the_chosen(name: Kind,
     assert kind_of(logits, 2.5 * weights.bfloat16(), experts) == name
     assert kind_of(logits, weights / weights.sum(-1, keepdim=True), experts) == (name if k > 1 else "other")
     assert kind_of(logits, torch.rand(16, k, generator=torch.Generator().manual_seed(1)), experts) == "other"
+    assert kind_of(logits[:0], weights[:0], experts[:0]) == "other"
 
 
 def test_step_end_warning_tells_what_to_do() -> None:

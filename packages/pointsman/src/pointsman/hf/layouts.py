@@ -247,6 +247,8 @@ def read_any(
 @torch.no_grad()
 def kind_of(logits: Tensor, weights: Tensor, experts: Tensor) -> Kind:
     """The function of the logits to which a token's weights are proportional; with one expert a token, all tokens'."""
+    if not len(logits):
+        return "other"
     across = 1 if experts.shape[1] > 1 else 0
     actual, chosen = F.normalize(weights.float(), p=1, dim=across), experts.long().clamp_min(0)
     scores: dict[Kind, Tensor] = {
@@ -260,15 +262,16 @@ def kind_of(logits: Tensor, weights: Tensor, experts: Tensor) -> Kind:
 
 
 def full_scores(form: Form | None, logits: Tensor, weights: Tensor, experts: Tensor, shares: bool = False) -> Tensor:
-    """Softmax or sigmoids of the logits [N, E]; of a gate without a form, what its weights say. Float32 at least.
+    """Softmax or sigmoids of the logits [N, E]; where its form does not tell, what its weights say. Float32 at least.
 
-    Scores that are neither count as softmax. `shares`: sigmoids are divided by their sum.
+    Scores that are neither count as softmax, also those of one expert a token whose weight is always 1, which tells
+    nothing. `shares`: sigmoids are divided by their sum.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     linear = form is not None and form.linear
     if not linear and bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < 1e-3).all()):
         return logits  # a few classes return probabilities instead
-    if (kind_of(logits, weights, experts) if form is None else form.kind) != "sigmoid":
+    if (kind_of(logits, weights, experts) if form is None or form.kind == "other" else form.kind) != "sigmoid":
         return torch.softmax(logits, -1)
     found = torch.sigmoid(logits)
     return found / found.sum(-1, keepdim=True).clamp_min(torch.finfo(found.dtype).tiny) if shares else found
