@@ -204,7 +204,6 @@ def test_a_scratch_folder_goes_and_takes_only_abandoned_ones(tmp_path: Path, mon
     assert [name for name, place in names.items() if place.exists()] == ["1-node1+", "1-node10+", "mine-"]
 
 
-@pytest.mark.skipif(not hasattr(module.os, "fork"), reason="needs fork")
 def test_a_place_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     check_writable(tmp_path / "a" / "b")
     assert not list(tmp_path.iterdir())
@@ -215,6 +214,7 @@ def test_a_place_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.skipif(not hasattr(module.os, "fork"), reason="needs fork")
 def test_a_forked_child_holds_no_folder(tmp_path: Path) -> None:
     out, into = module.os.pipe()
     with alone(tmp_path / "run"):
