@@ -210,6 +210,10 @@ def test_a_place_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="Not a directory; nothing was begun"):
         check_writable(tmp_path / "file" / "a")
+    with pytest.raises(RunError, match="this is no folder, and one is needed; nothing was begun"):
+        check_writable(tmp_path / "file")
+    with pytest.raises(RunError, match="nothing was begun"):
+        check_writable(tmp_path / ("a" * 300))
     check_writable(tmp_path)
     assert [one.name for one in tmp_path.iterdir()] == ["file"]
 

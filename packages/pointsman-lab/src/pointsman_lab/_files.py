@@ -156,9 +156,11 @@ def check_writable(folder: Path) -> None:
     """Writes into a folder, new or not, and leaves nothing: before hours of work whose result goes there.
 
     Raises:
-        RunError: it cannot be made, or nothing can be written into it.
+        RunError: it is no folder or cannot be made, or nothing can be written into it.
     """
-    new = [one for one in (folder, *folder.parents) if not one.exists()]
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise RunError(f"{folder}: this is no folder, and one is needed; nothing was begun")
+    new = [one for one in (folder, *folder.parents) if not os.path.exists(one)]
     try:
         with disk_errors(folder, "nothing was begun"), scratch_folder(folder):
             pass
