@@ -177,6 +177,7 @@ def test_a_file_of_other_numbers_is_read_whole_or_refused(tmp_path: Path) -> Non
         (wide + 65536, 4, "-2 to 3"), (wide + 40000, 50000, "-2 to 32767"), (wide.to(torch.uint16), 4, "not readable"),
         (wide + 0.5, 4, "'a.experts' is torch.float32"), (wide, 4.5, "no whole numbers"),
         (wide, math.inf, "no whole numbers"), (wide, "4", "no whole numbers"),
+        (wide, True, "no whole numbers"), (wide * 0 - 2, 0, "no whole numbers above 0"), (wide > 0, 4, "is torch.bool"),
     ):  # fmt: skip
         with pytest.raises(RunError, match=told):
             load(experts, torch.tensor([3]), number)

@@ -134,16 +134,16 @@ class RoutingTrace:
                     raise RunError(f"{file}: no routing trace (`record_routing(model).save(path)` writes one)")
                 if header.get("version") != VERSION:
                     raise RunError(f"{file}: a trace of version {header.get('version')!r}; this one reads {VERSION}")
-                experts = dict(header["layers"])
-                if not all(isinstance(number, int) for number in experts.values()):
-                    raise ValueError("its numbers of experts are no whole numbers")
+                experts = {**header["layers"]}
+                if not all(type(number) is int and number > 0 for number in experts.values()):
+                    raise ValueError("its numbers of experts are no whole numbers above 0")
                 dtypes = {f"{layer}.{part}": dtype for layer in experts for part, dtype in PARTS.items()}
                 dtypes |= dict.fromkeys(("lengths", "hashes"), torch.int64)
                 if wrong := sorted(names - dtypes.keys() | {f"{layer}.experts" for layer in experts} - names):
                     raise RunError(f"{file}: damaged: its header and its tensors name other layers ({wrong[0]!r})")
                 tensors = {name: opened.get_tensor(name) for name in names}
                 for name, values in tensors.items():
-                    if values.is_floating_point() != dtypes[name].is_floating_point:
+                    if values.dtype == torch.bool or values.is_floating_point() != dtypes[name].is_floating_point:
                         raise ValueError(f"{name!r} is {values.dtype}")
                 parts = {part: {layer: tensors[name] for layer in experts if (name := f"{layer}.{part}") in names}
                          for part in PARTS}  # fmt: skip
