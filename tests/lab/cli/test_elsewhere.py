@@ -14,7 +14,9 @@ from pointsman import build_router, list_routers
 from pointsman.routers.frame import elsewhere, registry
 from pointsman.routers.papers import topk
 from pointsman_lab import registry as tasks
+from pointsman_lab.cli import exam
 from pointsman_lab.cli.main import main
+from pointsman_lab.exam.exam import ALWAYS
 from pointsman_lab.runs import imports
 from tests.campaigns.observer import observed
 from tests.lab.report.fixtures import write_run
@@ -194,6 +196,49 @@ def test_an_exam_of_a_file_has_no_routers_that_it_imports(tmp_path: Path, capsys
     assert "registers no router itself; name specs instead" in told
     assert " mine,smoe+" in told
     assert "smoe+chat" in told
+
+
+LIBRARY = '''
+from pointsman.routers.frame.stages import Stages
+from pointsman.routers.papers.topk import LinearScorer
+
+
+def make(scale):
+    def build(layer):
+        """A router of the library."""
+        return Stages(LinearScorer(layer.dim, layer.num_experts))
+
+    return build
+'''
+FACTORY = """
+from my_library import make
+from pointsman.routers.frame.registry import register_router
+
+register_router("made", paper="none")(make(1.0))
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "rows", "told"),
+    [
+        (FACTORY, ["made"], ""),
+        (FACTORY + SOURCE, ["made", "mine"], ""),
+        ("import my_routers\n" + FACTORY, ["made"], "FILE imports register them: mine (--import FILE mine does)"),
+    ],
+)
+def test_an_exam_of_a_file_has_the_routers_that_it_registers(
+    source: str, rows: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also those whose functions come from a library."""
+    (tmp_path / "my_library.py").write_text(LIBRARY)
+    (tmp_path / "my_routers.py").write_text(SOURCE)
+    file = tmp_path / "own.py"
+    file.write_text(source)
+    plan = exam.plan_of(exam.parser().read([str(file), "--quick"]))
+    assert list(plan.rows[len(ALWAYS) :]) == rows
+    said = capsys.readouterr().err
+    assert told.replace("FILE", str(file)) in said
+    assert bool(told) == bool(said)
 
 
 @pytest.mark.parametrize(

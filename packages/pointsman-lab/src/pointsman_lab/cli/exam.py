@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from pointsman._errors import RunError
@@ -66,23 +68,25 @@ def run(arguments: Sequence[str]) -> int:
 
 def plan_of(values: argparse.Namespace) -> Plan:
     """What the flags ask for."""
-    from pointsman.routers.frame.registry import ROUTERS, list_mixers, list_routers
+    from pointsman.routers.frame.registry import list_mixers, list_routers
     from pointsman_lab.exam.exam import ALWAYS, Plan
     from pointsman_lab.exam.scores import QUICK, tasks
     from pointsman_lab.runs.imports import import_named
 
     imports = list(values.imports)
     if values.routers.endswith(".py"):
-        before = set(list_routers())
+        known, modules = set(list_routers()), set(sys.modules)
         imports.append(import_named(values.routers))
-        of = {name: sys.modules.get((one.choose or one.build).__module__) for name, one in ROUTERS.items()}
-        rows = [name for name in list_routers() if getattr(of[name], "__file__", "") == imports[-1]]
-        if not rows:  # those of what it imports were not asked for
-            others = [name for name in list_routers() if name not in before]
+        rows, others = routers_of(imports[-1], known, modules)
+        if not rows:
             specs = ",".join([*others, *(f"smoe+{name}" for name in list_mixers())])
             raise RunError(
                 f"{values.routers} registers no router itself; name specs instead: --import {values.routers} {specs}"
             )
+        if others:
+            specs = ",".join(others)
+            told = f"not examined, since modules that {values.routers} imports register them"
+            print(f"pointsman: {told}: {specs} (--import {values.routers} {specs} does)", file=sys.stderr)
     elif values.routers == "all":
         rows = [*list_routers(), *MORE]
     else:
@@ -94,6 +98,36 @@ def plan_of(values: argparse.Namespace) -> Plan:
     seeds = QUICK_SEEDS if values.quick else int(values.seeds)
     every = tuple(dict.fromkeys([*ALWAYS, *rows]))
     return Plan(every, tuple(one.name for one in named), seeds, tuple(imports), values.again)
+
+
+def routers_of(file: str, known: set[str], modules: set[str]) -> tuple[list[str], list[str]]:
+    """The routers of an imported file, and those of the modules that it imported.
+
+    The others' are those of a new module that registers some: a module that only defines functions lends them to it.
+
+    Args:
+        file: its path.
+        known, modules: the routers and the modules there were before its import.
+    """
+    from pointsman.routers.frame.registry import ROUTERS, list_routers
+
+    rows, others = list[str](), list[str]()
+    for name in list_routers():
+        module = sys.modules.get((ROUTERS[name].choose or ROUTERS[name].build).__module__)
+        if getattr(module, "__file__", "") == file:  # also where --import has named it before
+            rows.append(name)
+        elif name not in known:
+            elsewhere = module is not None and module.__name__ not in modules and registers(module)
+            (others if elsewhere else rows).append(name)
+    return rows, others
+
+
+def registers(module: ModuleType) -> bool:
+    """Whether the text of a module registers routers."""
+    try:
+        return "register_router" in inspect.getsource(module)
+    except (OSError, TypeError):  # it has no text
+        return False
 
 
 MORE = (
