@@ -99,6 +99,41 @@ class Halved(LinearScorer):
         self.weight.div_(2)
 
 
+class Unsaved(LinearScorer):
+    """A buffer that is not saved: a cache, which is right, or a state that a forward or an undeclared step moves."""
+
+    def __init__(self, layer: LayerSpec, kind: str) -> None:
+        super().__init__(layer.dim, layer.num_experts)
+        self.kind = kind
+        self.kept: Tensor
+        self.register_buffer("kept", torch.zeros(layer.dim), persistent=False)
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
+        if self.kind == "cache":
+            self.kept = torch.ones(hidden.shape[1])
+            return super().forward(hidden * self.kept[:, None].to(hidden.dtype), context)
+        if self.kind == "forward" and self.training:
+            self.kept.copy_(hidden.detach().flatten(0, 1).sum(0))
+        return super().forward(hidden if self.training else hidden - self.kept.to(hidden.dtype), context)
+
+    @torch.no_grad()
+    def step_end(self) -> None:
+        if self.kind == "step":
+            self.kept.lerp_(self.weight.mean(0), 0.1)
+
+
+class Neighbours(LinearScorer):
+    """The first expert gets more with the padding of the batch's other sequences."""
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
+        logits = super().forward(hidden, context)
+        if context.padding_mask is None:
+            return logits
+        padded = (~context.padding_mask).sum(1).to(logits.dtype)
+        others = (padded.sum() - padded)[:, None, None].expand(*logits.shape[:2], 1)
+        return logits + nn.functional.pad(others, (0, logits.shape[2] - 1))
+
+
 def less_the_mean(score: Changed, logits: Tensor, hidden: Tensor) -> Tensor:
     """Of a sequence with its padding; noisy in training."""
     mean = logits.sum(1, keepdim=True) / max(1, logits.shape[1])
@@ -128,6 +163,10 @@ STAGES: dict[str, Callable[[LayerSpec], Stages]] = {
     "reseeds": lambda layer: Stages(Changed(layer, seeded)),
     "of directions": lambda layer: Stages(Changed(layer, of_directions)),
     "halves its weight": lambda layer: Stages(Halved(layer.dim, layer.num_experts)),
+    "cache, not saved": lambda layer: Stages(Unsaved(layer, "cache")),
+    "mean in training, not saved": lambda layer: Stages(Unsaved(layer, "forward")),
+    "mean of weights, not saved": lambda layer: Stages(Unsaved(layer, "step")),
+    "padding of others": lambda layer: Stages(Neighbours(layer.dim, layer.num_experts)),
     "follows the token before": lambda layer: Stages(LinearScorer(layer.dim, layer.num_experts), select=Follows()),
     "all that tie": lambda layer: Stages(LinearScorer(layer.dim, layer.num_experts), select=Tied()),
 }
@@ -192,9 +231,12 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Case]:
         ("in the forward", steps.state_moves_where_declared),
         ("in evaluation", steps.state_moves_where_declared),
         ("halves its weight", steps.state_moves_where_declared),
+        ("mean in training, not saved", steps.state_moves_where_declared),
+        ("mean of weights, not saved", steps.state_moves_where_declared),
         ("closes over a parameter", steps.losses_of_their_own),
         ("grows with the tokens", steps.losses_of_their_own),
         ("diluted by padding", routing.padding),
+        ("padding of others", routing.padding),
         ("mean with padding", routing.padding),
         ("NaN for padding alone", layer.nothing_to_do),
         ("by place, drawing", flags.batch_invariant_flag),
@@ -210,7 +252,7 @@ def test_a_mutant_is_killed(kind: str, check: Check, build: Callable[[str], Case
         check(build(kind))
 
 
-@pytest.mark.parametrize("kind", ["right", "right, drawing", "a right loss"])
+@pytest.mark.parametrize("kind", ["right", "right, drawing", "a right loss", "cache, not saved"])
 def test_what_they_are_made_from_is_right(kind: str, build: Callable[[str], Case]) -> None:
     case = build(kind)
     compiling = (routing.compiles, layer.compiles_in_training, layer.trains_the_same_parameters)
