@@ -297,7 +297,7 @@ def test_refusals_change_nothing(spec: str, words: str) -> None:
 def test_an_attention_that_shows_nothing_changes_nothing() -> None:
     model = zoo.tiny_model("mixtral")
     model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="works with sdpa attention, not with 'flash_attention_2'"):
+    with pytest.raises(ValueError, match="needs sdpa, not 'flash_attention_2'"):
         hf.replace_routers(model, "smoe+attention")
     model.config._attn_implementation = "sdpa"
     assert not any(hasattr(module, "pointsman") for module in model.modules())

@@ -69,8 +69,7 @@ class MoE(nn.Module):
             raise ValueError(f"router {router.spec!r} has dim={router.dim}, num_experts={router.num_experts}; the "
                              f"layer has dim={dim}, num_experts={num_experts}")  # fmt: skip
         if experts == "base" and router.needs_moe:
-            raise ValueError(f"router {router.spec!r} does not only weigh outputs; experts='base' allows no such "
-                             "router")  # fmt: skip
+            raise ValueError(f"router {router.spec!r} cannot be used with experts='base': it does not only weigh")
         self.router = router
         self.experts: Experts | BaseExperts = EXPERTS[experts](
             dim, hidden_dim, num_experts, activation=activation, gated=gated, bias=bias, dropout=dropout

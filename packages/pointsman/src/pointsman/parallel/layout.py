@@ -75,8 +75,7 @@ class Layout:
                            f"{_divisors(num_experts)} do")  # fmt: skip
 
     def __str__(self) -> str:
-        parts = [f"{name}={getattr(self, name)}" for name in PARTS if getattr(self, name) > 1]
-        return ",".join(parts) or "shards"
+        return ",".join(f"{name}={getattr(self, name)}" for name in PARTS if getattr(self, name) > 1) or "shards"
 
 
 def _divisors(number: int) -> str:

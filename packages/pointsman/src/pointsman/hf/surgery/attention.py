@@ -138,5 +138,4 @@ def trace(model: Any, gate_name: str, gate: nn.Module, state: ForwardState) -> N
 def check_implementation(model: Any) -> None:
     """Raises ValueError if the model's attention implementation cannot be traced."""
     if model.config._attn_implementation not in ("sdpa", "eager", NAME):
-        raise ValueError("attention-informed routing works with sdpa attention, not with "
-                         f"{model.config._attn_implementation!r}")  # fmt: skip
+        raise ValueError(f"attention-informed routing needs sdpa, not {model.config._attn_implementation!r}")
