@@ -5,6 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+pytest.importorskip("PIL.Image")
+pytest.importorskip("scipy")
+
 from pointsman._errors import RunError
 from pointsman_lab.tasks.images.corruptions import CORRUPTIONS, _blurred, _disk, _streaked, corrupt, glass_blur
 from pointsman_lab.tasks.images.severities import PARAMETERS, SIDES

@@ -13,6 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("PIL")
+pytest.importorskip("scipy")
+
+from PIL import Image
+
 from pointsman._errors import RunError
 from pointsman.delivery import deliveries
 from pointsman.recording import record_routing
@@ -35,7 +40,6 @@ from pointsman_lab.training.compare import Plan, compare
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.run import load_run
 
-Image = pytest.importorskip("PIL.Image")
 FRAME = Frame(16)
 
 

@@ -219,9 +219,9 @@ class _Build:
             for split in splits:
                 for span in self.source.parts[split]:
                     for block in reader.blocks(span, self.source.level):
-                        yield split, self._prepared(block)
                         done += len(block)
                         self._report(what, done, total)
+                        yield split, self._prepared(block)
 
     def _prepared(self, block: bytes | str) -> bytes | str:
         if self.keep_newlines:
