@@ -292,9 +292,9 @@ def _check_effects(
 
 def format_spec(parsed: ParsedSpec) -> str:
     """The spec that is taken apart so."""
-    text = part(parsed.router, parsed.options)
-    text += f"@{part(parsed.choice, parsed.choice_options)}" if parsed.choice else ""
-    return f"{text}+{part(parsed.mixer, parsed.mixer_options)}" if parsed.mixer else text
+    choice = f"@{part(parsed.choice, parsed.choice_options)}" if parsed.choice else ""
+    mixer = f"+{part(parsed.mixer, parsed.mixer_options)}" if parsed.mixer else ""
+    return part(parsed.router, parsed.options) + choice + mixer
 
 
 def _with_options(parsed: ParsedSpec, options: Mapping[str, Any]) -> ParsedSpec:
@@ -316,6 +316,5 @@ def build_routers(
         ValueError: what `build_router` raises.
     """
     specs = split_specs(spec)
-    shared: dict[str, nn.Module] = {}
-    common: dict[str, Any] = {"dim": dim, "num_experts": num_experts, "top_k": top_k, "vocab_size": vocab_size}
-    return [build_router(specs[at % len(specs)], shared=shared, place=at, **common) for at in range(layers)]
+    built = partial(build_router, dim=dim, num_experts=num_experts, top_k=top_k, vocab_size=vocab_size, shared={})
+    return [built(specs[at % len(specs)], place=at) for at in range(layers)]
