@@ -124,6 +124,26 @@ def test_a_sweep_goes_on_with_other_words_for_the_same(
     assert f"{file} is made anew" in capsys.readouterr().err, "a record of before says not what it is of"
 
 
+def test_what_another_process_adds_meanwhile_stays(
+    comparison: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ["evaluate", str(comparison / "runs/smoe/seed-0"), "--attack", "word", "--out", str(tmp_path)]
+
+    def another_is_faster(*arguments: Any, **named: Any) -> dict[str, Any]:
+        monkeypatch.setattr("pointsman_lab.tasks.attacks.attacks.run_under_attack", run_under_attack)
+        assert main([*run, "--attack-rate", "0.1,0.2"]) == 0
+        return run_under_attack(*arguments, **named)
+
+    monkeypatch.setattr("pointsman_lab.tasks.attacks.attacks.run_under_attack", another_is_faster)
+    assert main([*run, "--attack-rate", "0.2,0.3"]) == 0
+    [file] = tmp_path.glob("attacks-word-*-test.json")
+    record = json.loads(file.read_text())
+    assert [attack["rate"] for attack in record["asked"]["attacks"]] == [0.1, 0.2, 0.3]
+    assert [change["attack"]["rate"] for change in record["routing"]] == [0.1, 0.2, 0.3]
+    rates = [row.get("attack", {}).get("rate") for row in record["results"] if row["top_k"] == 1]
+    assert rates == [None, 0.1, 0.2, 0.3]
+
+
 def test_a_comparison_under_attack(comparison: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["evaluate", str(comparison), "--attack", "word", "--attack-rate", "0.05", "--top-k", "1,4"]
     assert main([*arguments, "--out", str(tmp_path), "--device", "cpu"]) == 0

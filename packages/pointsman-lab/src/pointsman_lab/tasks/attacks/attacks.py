@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -113,18 +114,12 @@ def run_attacks(values: argparse.Namespace, device: str) -> int:
         for run in runs_at(values.run, device, display.note):
             name, about, asked = _asked(run, values)
             file = (values.out if single and values.out else run.path) / f"{name}.json"
-            record = read_whole_json(file) or {}
-            before = dict(record.get("asked", {}))
-            had = before.pop("attacks", [])
-            if before != about:
-                if record:
-                    display.note(f"{file} is made anew: its weights, text or settings were others")
-                record, had = {"results": [], "routing": []}, []
-            if left := [attack for attack in attacks if attack.to_dict() not in had]:
+            record = _held(file, about)
+            if not record and file.exists():
+                display.note(f"{file} is made anew: its weights, text or settings were others")
+            if left := [attack for attack in attacks if attack.to_dict() not in _attacks(record)]:
                 new = run_under_attack(run, left, watch=display, stop=stop, data_progress=display.data, **asked)
-                results = [row for row in new["results"] if row.get("attack") or not had]
-                new |= {"results": record["results"] + results, "routing": record["routing"] + new["routing"]}
-                record = {**new, "asked": {**about, "attacks": had + [attack.to_dict() for attack in left]}}
+                record = _with(_held(file, about), new, about, left)  # what others have added meanwhile stays
                 write_whole(file, json.dumps(record, indent=2) + "\n")
     if single:
         read = RunRecord(values.run, run.config.model.router, run.config.seed, {})
@@ -139,6 +134,33 @@ def run_attacks(values: argparse.Namespace, device: str) -> int:
     print(table.text())
     print(f"saved: {saved[0]}", file=sys.stderr)
     return 0
+
+
+def _held(file: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+    """The record in a file; {} where it is of other weights, text or settings, or there is none."""
+    record = read_whole_json(file) or {}
+    asked = {key: value for key, value in record.get("asked", {}).items() if key != "attacks"}
+    return record if asked == about else {}
+
+
+def _attacks(record: Mapping[str, Any]) -> list[Any]:
+    """The attacks that a record has."""
+    return list(record["asked"]["attacks"]) if record else []
+
+
+def _with(
+    record: Mapping[str, Any], new: Mapping[str, Any], about: Mapping[str, Any], attacks: Sequence[Attack]
+) -> dict[str, Any]:
+    """A record with what `run_under_attack` found for these attacks, where it has not got it."""
+    had = _attacks(record)
+    own = [attack.to_dict() for attack in attacks if attack.to_dict() not in had]
+
+    def is_new(row: Mapping[str, Any]) -> bool:
+        attack = row.get("attack")
+        return not had if attack is None else any(one.items() <= attack.items() for one in own)
+
+    kept = {name: [*record.get(name, ()), *filter(is_new, new[name])] for name in ("results", "routing")}
+    return {**new, **kept, "asked": {**about, "attacks": had + own}}
 
 
 def _asked(run: Run, values: argparse.Namespace) -> tuple[str, dict[str, Any], dict[str, Any]]:
