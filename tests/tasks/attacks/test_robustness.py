@@ -144,6 +144,19 @@ def test_what_another_process_adds_meanwhile_stays(
     assert rates == [None, 0.1, 0.2, 0.3]
 
 
+def test_no_evaluation_begins_that_cannot_be_written(
+    comparison: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(folder: Path) -> None:
+        raise RunError(f"{folder}: no permission")
+
+    monkeypatch.setattr("pointsman_lab.cli.evaluate.check_writable", refused)
+    run = comparison / "runs/smoe/seed-0"
+    for more in ([], ["--attack", "word"]):
+        assert main(["evaluate", str(run), *more]) == 2
+        assert capsys.readouterr().err == f"pointsman: {run}: no permission\n"
+
+
 def test_a_comparison_under_attack(comparison: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["evaluate", str(comparison), "--attack", "word", "--attack-rate", "0.05", "--top-k", "1,4"]
     assert main([*arguments, "--out", str(tmp_path), "--device", "cpu"]) == 0

@@ -54,8 +54,8 @@ def run(arguments: Sequence[str]) -> int:
     flags = parser()
     values = flags.read(arguments)
     device = choose_device(values.device)
-    if values.out is not None:
-        check_writable(values.out)
+    if values.out is not None or values.run.is_dir():
+        check_writable(values.out or values.run)
     for entry in entries():
         if (code := entry.run("evaluate", flags, values, device)) is not None:
             return code
