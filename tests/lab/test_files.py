@@ -131,6 +131,8 @@ def test_no_file_takes_the_place_of_a_pipe(tmp_path: Path) -> None:
         write_whole(pipe, "text")
     assert pipe.is_fifo()
     assert list(tmp_path.iterdir()) == [pipe]
+    with pytest.raises(RunError, match="no ordinary file, so nothing takes its place"):
+        write_whole(Path("/dev/pointsman-test"), "text")  # /dev/stdout is a link, to a file where it is redirected
 
 
 def test_folders_below_a_root_stay_in_it(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def replacing(file: Path) -> Iterator[Path]:
     Raises:
         RunError: what the disk refuses, or a device or pipe there; the old content is untouched.
     """
-    if file.exists() and not file.is_file() and not file.is_dir():
+    if os.path.realpath(file.parent) == "/dev" or (file.exists() and not file.is_file() and not file.is_dir()):
         raise RunError(f"{file}: no ordinary file, so nothing takes its place")
     with disk_errors(file, f"{file.name} was not written"):
         file.parent.mkdir(parents=True, exist_ok=True)
