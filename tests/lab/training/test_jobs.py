@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import pickle
 import signal
 import threading
 import time
@@ -20,7 +22,7 @@ from pointsman_lab.progress import Progress, Quiet, Stop
 from pointsman_lab.runs.imports import import_named
 from pointsman_lab.training.compare import Plan, compare, default_jobs
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.jobs import Work, do_all
+from pointsman_lab.training.jobs import Here, Work, _Process, _told, do_all
 
 
 class Notes(Quiet):
@@ -84,6 +86,39 @@ def test_a_failure_stops_the_others_when_they_have_saved(tmp_path: Path, bad: st
         run(["waits", bad, "never"], tmp_path)
     assert (tmp_path / "saved").exists()
     assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.slow
+def test_a_signal_before_a_worker_has_begun_leaves_it(tmp_path: Path) -> None:
+    """Ctrl-C reaches all processes of a terminal, those that still import, too."""
+    [worker] = Here(1).begin(partial(sums, tmp_path), [], Quiet())
+    assert isinstance(worker, _Process)
+    assert worker._process.pid is not None
+    os.kill(worker._process.pid, signal.SIGINT)
+    assert worker.receive() == ("ready", ())
+    worker.send(None)
+    assert worker.receive() == ("finished", ())
+    worker.end()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (OSError(errno.ENOSPC, "No space left", "file"), OSError, "No space left: 'file'"),
+        (MemoryError("Unable to allocate 9 TiB"), MemoryError, "9 TiB"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 40 bytes"), MemoryError, "40 bytes"),
+        (RuntimeError("a fault"), RuntimeError, "RuntimeError: a fault"),
+        (UnicodeDecodeError("ascii", b"", 0, 1, "why"), ValueError, "why"),
+    ],
+)
+def test_what_the_user_can_mend_keeps_its_class(error: Exception, kind: type[Exception], text: str) -> None:
+    try:
+        raise error
+    except Exception as raised:
+        told = pickle.loads(pickle.dumps(_told(raised)))
+    assert type(told) is kind
+    assert text in str(told)
+    assert ("Traceback" in str(told)) == (kind is RuntimeError)
 
 
 @pytest.mark.slow

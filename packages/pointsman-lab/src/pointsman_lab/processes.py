@@ -202,6 +202,15 @@ def lost_ranks(ranks: Ranks) -> list[int]:
     return silent
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: in numpy, or in torch on a CPU or another device."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    )
+
+
 def is_lost(error: BaseException) -> bool:
     """Whether an error says that another rank did not come to a collective."""
     words = ("Connection closed by peer", "Connection reset by peer", "Timed out", "timeout", "pair closure", "NCCL")

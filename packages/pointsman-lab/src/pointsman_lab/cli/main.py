@@ -19,7 +19,7 @@ from pointsman._errors import Stopped, did_you_mean
 from pointsman.parallel import STORE
 from pointsman_lab._values import name_fault, printable
 from pointsman_lab.cli.allocator import keep_freed_memory
-from pointsman_lab.processes import end_with_launcher
+from pointsman_lab.processes import end_with_launcher, out_of_memory
 
 COMMANDS = {
     "compare": "train several routers with equal settings and compare them",
@@ -163,7 +163,7 @@ def explain(error: BaseException) -> tuple[int, str] | None:
         return 2, as_line(describe(error))
     if isinstance(error, ValueError):
         return 2, as_line(str(error))
-    if isinstance(error, MemoryError | RuntimeError) and out_of_memory(error):
+    if out_of_memory(error):
         told = "; ".join([*str(error).splitlines()[:1], "a smaller model, batch_size or segment_length takes less"])
         return 2, as_line(f"out of memory: {told}")
     if isinstance(error, ImportError):
@@ -187,15 +187,6 @@ def describe(error: OSError) -> str:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"no permission{place}; choose another folder with --out"
     return f"{error.strerror or error}{place}"
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out: in numpy, or in torch on a CPU or another device."""
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or "can't allocate memory" in str(error)
-    )
 
 
 def fail(message: str) -> int:

@@ -13,12 +13,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
 import torch
 
 from pointsman._errors import RunError, Stopped
+from pointsman_lab.processes import out_of_memory
 from pointsman_lab.progress import Progress, Stop
 
 ADVANCE_EVERY = 0.1  # seconds between two reports of one worker
@@ -194,15 +196,18 @@ class _Process(Worker):
         pipe, other = context.Pipe()
         super().__init__(line, pipe)
         self._process = context.Process(target=serve, args=(setup, other), daemon=True)
-        self._process.start()
+        _signals("SIG_BLOCK")  # while it imports, the worker does not ignore them yet
+        try:
+            self._process.start()
+        finally:
+            _signals("SIG_UNBLOCK")
         other.close()
 
     def lost(self) -> tuple[str, tuple[Any, ...]]:
         self.done = True
         self._process.join()
-        code = self._process.exitcode
-        what = f"a worker died with exit code {code}; what it had saved is kept: the same command goes on"
-        return "failed", (RunError(what),)
+        what = f"a worker died with exit code {self._process.exitcode}; what it had saved is kept"
+        return "failed", (RunError(f"{what}: the same command goes on"),)
 
     def end(self) -> None:
         if not self.done:
@@ -210,6 +215,13 @@ class _Process(Worker):
         self._process.join()
         if self.pipe is not None:
             self.pipe.close()
+
+
+def _signals(how: str) -> None:
+    """Lets SIGINT and SIGTERM wait ("SIG_BLOCK"), here and in processes that begin now, until "SIG_UNBLOCK"."""
+    if hasattr(signal, "pthread_sigmask"):  # not on Windows
+        resource_tracker.ensure_running()  # its own start would let them through
+        signal.pthread_sigmask(getattr(signal, how), (signal.SIGINT, signal.SIGTERM))
 
 
 def _send(pipe: Connection[Any, Any], message: Any) -> None:
@@ -222,6 +234,7 @@ def serve(setup: Callable[[], Work], pipe: Connection[Any, Any]) -> None:
     """A worker: does jobs until none is left. Only the parent acts on Ctrl-C, which reaches all of a terminal."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _signals("SIG_UNBLOCK")
     torch.set_num_threads(1)
     line, stop = _Line(pipe), _PipedStop(pipe)
     logging.captureWarnings(True)
@@ -229,16 +242,21 @@ def serve(setup: Callable[[], Work], pipe: Connection[Any, Any]) -> None:
         logging.getLogger(name).addHandler(_ToParent(line))
     try:
         work = setup()
-        while (item := stop.next()) is not None:
-            number, job = item
-            work(job, line, stop)
-            _send(pipe, ("ended", (number,)))
-    except (Stopped, ValueError) as error:
-        kind = next(kind for kind in (Stopped, RunError, ValueError) if isinstance(error, kind))
-        _send(pipe, ("failed", (kind(str(error)),)))  # any subclass might not unpickle
-    except BaseException:
-        _send(pipe, ("failed", (RuntimeError(traceback.format_exc()),)))
+        while item := stop.next():
+            work(item[1], line, stop)
+            _send(pipe, ("ended", (item[0],)))
+    except BaseException as error:
+        _send(pipe, ("failed", (_told(error),)))
     _send(pipe, ("finished", ()))
+
+
+def _told(error: BaseException) -> Exception:
+    """An error for the parent, of a class that unpickles; a fault of the program has its traceback."""
+    if isinstance(error, OSError):
+        return OSError(error.errno, error.strerror or str(error), error.filename)
+    kinds: Sequence[type[Exception]] = [one for one in (Stopped, RunError, ValueError) if isinstance(error, one)]
+    kind: type[Exception] = MemoryError if out_of_memory(error) else (*kinds, RuntimeError)[0]
+    return kind(traceback.format_exc() if kind is RuntimeError else str(error))
 
 
 class _PipedStop:
