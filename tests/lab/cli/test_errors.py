@@ -1,5 +1,6 @@
 """Bad input of every kind: one clear line that says what is allowed, exit code 2, nothing written."""
 
+import io
 import os
 import signal
 import subprocess
@@ -265,6 +266,22 @@ def test_config_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     with pytest.raises(SystemExit):
         main(["submit", "--help"])
     assert " --router ROW" in capsys.readouterr().out.split("\n\n")[0], "not optional"
+
+
+def test_a_command_does_without_the_streams_that_are_closed() -> None:
+    for closed in ("1>&-", "2>&-", "0<&- 1>&- 2>&-"):
+        script = f'exec "$0" -m pointsman_lab --help {closed}'
+        done = subprocess.run(["sh", "-c", script, sys.executable], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert bool(done.stdout) == ("1>&-" not in closed)
+
+
+def test_a_character_that_the_output_cannot_show_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    monkeypatch.setattr("pointsman_lab.cli.routers.run", lambda words: print("0.017 \u00b1 0.002") or 0)
+    assert main(["routers"]) == 0
+    assert shown.getvalue() == b"0.017 ? 0.002\n"
 
 
 def test_a_reader_that_has_enough_ends_a_command_quietly() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import errno
 import importlib
+import io
 import os
 import select
 import signal
@@ -75,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Exit codes: 0 done, 1 `verify` or `check` found faults, 2 user error, 130 interrupted,
     141 nobody reads the output.
     """
+    ready_streams()
     if STORE in os.environ:
         end_with_launcher()
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -86,6 +88,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # whoever read the output has enough of it, or it cannot be written
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE if isinstance(error, BrokenPipeError) else fail(describe(error))
+
+
+def ready_streams() -> None:
+    """Nothing goes where a stream was closed, and a character that standard output cannot show is "?" there."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # else the next file that is opened would get its number
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115 - until the end
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _main(words: Sequence[str]) -> int:
