@@ -17,7 +17,7 @@ from pointsman_lab.cli.main import main
 from pointsman_lab.report.cell import Cell, significantly_best
 from pointsman_lab.report.results import tidy
 from pointsman_lab.report.tables import ComparisonTable
-from pointsman_lab.runs.comparison import read, read_comparison
+from pointsman_lab.runs.comparison import Comparison, read, read_comparison, required_plan, save_plan
 from pointsman_lab.runs.paths import REPEAT
 from tests.lab.report.fixtures import write_comparison, write_run
 
@@ -298,3 +298,19 @@ def test_names_baseline_and_columns_of_a_comparison(tmp_path: Path, capsys: pyte
         assert (tmp_path / "mine" / "comparison.json").read_bytes() == before
     assert main([*base, "--names", "smoe="]) == 0
     assert "smoe" in capsys.readouterr().out
+
+
+def test_a_row_that_is_added_while_names_are_given_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "mine"
+    write_comparison(out, ["smoe"], [0])
+    make = ComparisonTable.of
+
+    def another_adds(comparison: Comparison) -> ComparisonTable:
+        monkeypatch.setattr(ComparisonTable, "of", make)
+        save_plan(out, {**required_plan(out), "routers": ["smoe", "xmoe"]})
+        return make(comparison)
+
+    monkeypatch.setattr(ComparisonTable, "of", another_adds)
+    assert main(["compare", "--out", str(out), "--names", "smoe=Plain"]) == 0
+    assert required_plan(out)["routers"] == ["smoe", "xmoe"]
+    assert required_plan(out)["shown"]["names"] == {"smoe": "Plain"}

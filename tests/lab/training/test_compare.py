@@ -1,16 +1,20 @@
-"""A comparison's directory, as versions before this one left it."""
+"""A comparison's directory, as versions before this one left it, and as other processes change it."""
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pointsman._errors import RunError
-from pointsman_lab.runs.comparison import write_plan
+from pointsman._errors import RunError, Stopped
+from pointsman_lab.progress import Quiet
+from pointsman_lab.runs.comparison import required_plan, write_plan
 from pointsman_lab.runs.paths import COMPARISON
-from pointsman_lab.training.compare import Plan, merged
+from pointsman_lab.training.compare import Plan, compare, merged
 from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.task import Task, pretraining_task
 
 
 def test_a_comparison_of_an_earlier_version_goes_on(settings: Callable[..., RunConfig], tmp_path: Path) -> None:
@@ -29,6 +33,25 @@ def test_a_comparison_of_an_earlier_version_goes_on(settings: Callable[..., RunC
     (tmp_path / COMPARISON).write_text(json.dumps(values))
     with pytest.raises(RunError, match=r"model\.rooms: did you mean"):
         merged(more, tmp_path)
+
+
+def test_rows_that_another_process_adds_meanwhile_stay(
+    settings: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While this one reads the data, which may take minutes."""
+    plan, stop = Plan(settings(), ("smoe",), (0,)), threading.Event()
+    stop.set()
+
+    def another_adds(config: RunConfig, *arguments: Any) -> Task:
+        task = pretraining_task(config, *arguments)
+        write_plan(tmp_path, settings=plan.settings(), routers=("xmoe",), seeds=(1,), command="", data=task.fingerprint)
+        return task
+
+    monkeypatch.setattr("pointsman_lab.training.compare.pretraining_task", another_adds)
+    with pytest.raises(Stopped):
+        compare(plan, tmp_path, progress=Quiet(), stop=stop)
+    assert required_plan(tmp_path)["routers"] == ["xmoe", "smoe"]
+    assert required_plan(tmp_path)["seeds"] == [0, 1]
 
 
 def test_the_command_of_a_tuned_comparison_names_the_rows_as_asked(

@@ -167,9 +167,9 @@ def shown(values: Any) -> str:
     """The table as --names, --baseline and --columns show it from now on."""
     from pointsman_lab.report.results import write_tables
     from pointsman_lab.report.tables import ComparisonTable
-    from pointsman_lab.runs.comparison import read_comparison, save_plan, with_shown
+    from pointsman_lab.runs.comparison import read_comparison, required_plan, save_plan, with_shown
 
     plan = with_shown(values.out, values.names, values.baseline, values.columns)
     ComparisonTable.of(replace(read_comparison(values.out), shown=plan["shown"]))  # refuses a column before it is kept
-    save_plan(values.out, plan)
+    save_plan(values.out, {**required_plan(values.out), "shown": plan["shown"]})  # with rows of meanwhile
     return write_tables(values.out)

@@ -212,13 +212,13 @@ def compare(
 
     with ExitStack() as held:
 
-        def begin() -> list[tuple[int, str, int]]:
+        def begin() -> tuple[Plan, list[tuple[int, str, int]]]:
             held.enter_context(alone(out))
-            _begin(plan, whole, out, task)
-            return [(number, *one) for number, one in enumerate(every, 1) if not finished(*one)]
+            now = merged(plan, out)  # with the rows that others have added while this process read the data
+            _begin(plan, now, out, task)
+            return now, [(number, *one) for number, one in enumerate(every, 1) if not finished(*one)]
 
-        todo = ranks.by_first(begin)
-
+        whole, todo = ranks.by_first(begin)
         titles = [f"{number}/{len(every)} {router}, seed {seed}" for number, router, seed in todo]
         runs = [(plan.config(router, seed), run_path(out, router, seed)) for _, router, seed in todo]
         setup = partial(_trainer, replace(plan.base, imports=tuple(named_before(plan.base.imports))), device)
