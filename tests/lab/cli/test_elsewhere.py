@@ -3,10 +3,11 @@
 import json
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,9 @@ from pointsman_lab import registry as tasks
 from pointsman_lab.cli import exam
 from pointsman_lab.cli.main import main
 from pointsman_lab.exam.exam import ALWAYS
+from pointsman_lab.progress import Quiet
 from pointsman_lab.runs import imports
+from pointsman_lab.training.jobs import Work
 from tests.campaigns.observer import observed
 from tests.lab.report.fixtures import write_run
 
@@ -345,6 +348,34 @@ def test_a_row_is_of_one_source_wherever_it_lies(
         assert main([*words, *moved]) == 2
         assert says in capsys.readouterr().err
     assert not (out / "runs/mine/seed-2").exists()
+
+
+def test_a_row_is_fine_tuned_with_a_copy_of_its_source(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also in the processes of `--jobs`; other rows do without it."""
+
+    def in_a_process_of_its_own(jobs: Sequence[Any], _: Any, setup: Callable[[], Work], *__: Any, **___: Any) -> None:
+        forget()
+        work = setup()
+        for job in jobs:
+            work(job, Quiet(), None)
+
+    out, task = tmp_path / "out", tmp_path / "task.tsv"
+    command = compared(tmp_path / "text.txt", out)
+    command[2] = "mine,smoe"
+    assert main([*command, "--import", str(file)]) == 0
+    copy = file.rename(tmp_path / "copy.py")
+    task.write_text("text\tlabel\n" + "".join(f"wagon {number}\t{number % 2}\n" for number in range(80)))
+    tune = ["compare", "--out", str(out), "--task", str(task), "--task-steps", "1", "--length", "8"]
+    forget()
+    assert main(tune) == 2
+    assert f"repeat the command with --import {file} or a copy of it" in capsys.readouterr().err
+    monkeypatch.setattr("pointsman_lab.finetuning.run.do_all", in_a_process_of_its_own)
+    assert main([*tune, "--task-routers", "smoe"]) == 0
+    assert "mine" not in list_routers()
+    assert main([*tune, "--import", str(copy)]) == 0
+    assert len([*out.glob("runs/*/seed-0/finetune/*/seed-0/evaluation.json")]) == 2
 
 
 def test_of_two_copies_one_is_imported_and_two_modules_of_a_name_are_told_apart(

@@ -107,8 +107,8 @@ def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str, hos
     with Display() as display, stop_on_signals() as stop:
         compare_tasks(
             out, variants, routers=values.task_routers, repeats=values.task_seeds, device=device,
-            jobs=1 if hosts else values.jobs or jobs_of(out, device), hosts=hosts, progress=display,
-            ended=write_tables, stop=stop,
+            jobs=1 if hosts else values.jobs or jobs_of(out, device, values.task_routers), hosts=hosts,
+            progress=display, ended=write_tables, stop=stop,
         )  # fmt: skip
     tables = write_tables()
     write_record(out)

@@ -19,6 +19,7 @@ from pointsman_lab.progress import Progress, Quiet, Stop
 from pointsman_lab.registry import learner
 from pointsman_lab.runs.checkpoints import checksums
 from pointsman_lab.runs.comparison import required_plan, saved_runs
+from pointsman_lab.runs.imports import import_named, import_recorded, imports_of, named_before
 from pointsman_lab.runs.paths import EVALUATION, FINETUNE, REPEAT, finetuned_path, run_path
 from pointsman_lab.training.compare import default_jobs
 from pointsman_lab.training.config import RunConfig
@@ -194,6 +195,9 @@ def compare_tasks(
     plan = required_plan(out)
     loaded = {settings.task: open_task(settings.task) for settings in tasks}  # before anything is trained
     runs = saved_runs(out, plan, progress.note, routers)
+    imports = imports_of(plan["settings"])
+    for router in dict.fromkeys(router for router, _ in runs):
+        import_recorded(router, imports)
     todo = [
         (settings, router, seed, seed + REPEAT * repeat)
         for repeat in range(repeats)
@@ -211,7 +215,7 @@ def compare_tasks(
         for number, (settings, router, _, own) in enumerate(todo, 1)
     ]
 
-    setup = partial(_tuner, out, device)
+    setup = partial(_tuner, out, device, named_before(imports))
     with alone(out):
         do_all(
             todo, titles, setup, partial(setup, loaded), jobs, progress=progress,
@@ -219,16 +223,18 @@ def compare_tasks(
         )  # fmt: skip
 
 
-def jobs_of(out: Path, device: str) -> int | None:
-    """`default_jobs` for the models of a comparison."""
+def jobs_of(out: Path, device: str, routers: Sequence[str] | None = None) -> int | None:
+    """`default_jobs` for the models of a comparison, or of some of its rows."""
     plan = required_plan(out)
-    runs = [run_path(out, router, seed) for seed in plan["seeds"] for router in plan["routers"]]
+    runs = [run_path(out, router, seed) for seed in plan["seeds"] for router in routers or plan["routers"]]
     first = next((run for run in map(RunDirectory, runs) if run.exists), None)
     return None if first is None else default_jobs(first.config(), device)
 
 
-def _tuner(out: Path, device: str, loaded: Mapping[str, Any] | None = None) -> Work:
-    """Fine-tunes a row, or continues; a worker, without `loaded`, reads each task's data itself."""
+def _tuner(out: Path, device: str, imports: Sequence[str], loaded: Mapping[str, Any] | None = None) -> Work:
+    """Fine-tunes a row, or continues; a worker, without `loaded`, imports and reads each task's data itself."""
+    for name in imports if loaded is None else ():
+        import_named(name)
     read = dict(loaded or {})
 
     def work(one: tuple[Finetuning, str, int, int], progress: Progress, stop: Stop | None) -> None:
