@@ -14,6 +14,7 @@ import torch
 
 from pointsman._errors import RunError, Stopped
 from pointsman.routers.frame.registry import ROUTERS, parse_spec
+from pointsman_lab._files import write_whole
 from pointsman_lab.cli.exam import parser, plan_of
 from pointsman_lab.cli.main import main
 from pointsman_lab.data.catalog import data_folder
@@ -229,6 +230,19 @@ def test_an_interrupted_cell_goes_on_bit_for_bit(short: Task, tmp_path: Path) ->
     assert len(read_cell(tmp_path / "broken", "clusters", "smoe")["tried"]) == 3
     fill(short, "smoe", 2, tmp_path / "broken", never, lambda _: None)
     assert read_cell(tmp_path / "broken", "clusters", "smoe") == read_cell(tmp_path / "whole", "clusters", "smoe")
+
+
+def test_a_disk_that_is_full_is_no_refusal_of_the_row(
+    short: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_once(file: Path, content: str) -> Path:
+        monkeypatch.setattr(cells_module, "write_whole", write_whole)
+        raise RunError(f"{file}: no space left on the disk")
+
+    monkeypatch.setattr(cells_module, "write_whole", full_once)
+    with pytest.raises(RunError, match="no space left"):
+        fill(short, "smoe", 1, tmp_path, never, lambda _: None)
+    assert "refused" not in read_cell(tmp_path, "clusters", "smoe")
 
 
 def made(values: dict[str, list[float]], task: str = "clusters") -> dict[tuple[str, str], dict[str, Any]]:

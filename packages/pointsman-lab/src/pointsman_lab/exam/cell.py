@@ -86,11 +86,18 @@ def fill(task: Task, row: str, seeds: int, out: Path, check: Callable[[], None],
         write_whole(path_of(out, task.name, row), json.dumps(cell) + "\n")
         told(len(cell["tried"]) + len(cell["runs"]))
 
+    def done(spec: str, seed: int, rate: float) -> dict[str, Any]:
+        try:
+            return run(task, spec, seed, rate, check)
+        except ValueError as error:
+            task.world(0)  # raises where the task's data is missing, which is no fault of the row
+            raise _RefusedError(" ".join(str(error).split())) from None
+
     def value(spec: str, rate: float, seed: int) -> float:
         for one in cell["tried"]:
             if one[:3] == [spec, rate, seed]:
                 return math.inf if one[3] is None else float(one[3])
-        found = run(task, spec, seed, rate, check)["value"]
+        found = done(spec, seed, rate)["value"]
         cell["tried"].append([spec, rate, seed, found])
         keep()
         return math.inf if found is None else float(found)
@@ -101,12 +108,15 @@ def fill(task: Task, row: str, seeds: int, out: Path, check: Callable[[], None],
             cell["chosen"] = {"spec": spec, "rate": rate}
         for seed in range(seeds):
             if str(seed) not in cell["runs"]:
-                cell["runs"][str(seed)] = run(task, cell["chosen"]["spec"], seed, cell["chosen"]["rate"], check)
+                cell["runs"][str(seed)] = done(cell["chosen"]["spec"], seed, cell["chosen"]["rate"])
                 keep()
-    except ValueError as error:
-        task.world(0)  # raises where the task's data is missing, which is no fault of the row
-        cell["refused"] = " ".join(str(error).split())
+    except _RefusedError as error:
+        cell["refused"] = str(error)
         keep()
+
+
+class _RefusedError(Exception):
+    """The router cannot take the task; what the disk refuses is another matter."""
 
 
 def chosen(row: str, value: Callable[[str, float, int], float]) -> tuple[str, float]:
