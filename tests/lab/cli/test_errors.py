@@ -199,6 +199,9 @@ def test_folders_that_are_no_place_for_a_run(capsys: pytest.CaptureFixture[str],
             assert "not empty and holds no run" in refused(capsys, *words)
         assert len(list(folder.iterdir())) == 1
     assert "this is a file; allowed is a folder" in refused(capsys, "train", "--out", str(text))
+    (tmp_path / "link").symlink_to("nowhere")
+    for none in (tmp_path / "link", Path(os.devnull)):
+        assert f"{none}: this is no folder; allowed is a folder" in refused(capsys, "train", "--out", str(none))
     assert "name one of its runs" in refused(capsys, "evaluate", str(comparison))
     assert "leave --against out" in refused(capsys, "diagnose", str(comparison), "--against", str(letters))
 

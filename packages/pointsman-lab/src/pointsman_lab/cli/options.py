@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -89,8 +90,10 @@ class Parser(argparse.ArgumentParser):
             from pointsman_lab.runs.imports import import_named
 
             values.imports = [import_named(name) for name in values.imports]
-        if getattr(values, "out", None) is not None and self.out_is_folder and values.out.is_file():
-            raise RunError(f"{self.prog}: --out {values.out}: this is a file; allowed is a folder, new or not")
+        out = getattr(values, "out", None) if self.out_is_folder else None
+        if out is not None and os.path.lexists(out) and not out.is_dir():
+            what = "a file" if out.is_file() else "no folder"
+            raise RunError(f"{self.prog}: --out {out}: this is {what}; allowed is a folder, new or not")
         if values.device is not None and getattr(values, "cluster", None) is None:  # of other machines
             if self.only_cpu and values.device != "cpu":
                 raise RunError(f"{self.prog}: --device {values.device}: {self.only_cpu}")
