@@ -136,6 +136,12 @@ def test_mistakes_in_words(
     assert not any(tmp_path.iterdir())
 
 
+def test_routers_are_listed_where_python_leaves_docstrings_out() -> None:
+    code = "from pointsman_lab.cli.main import main; print(*[main(['routers', *more]) for more in ([], ['smoe'])])"
+    done = subprocess.run([sys.executable, "-OO", "-B", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0 0"
+
+
 def test_routers_explains_names_mixers_and_specs(capsys: pytest.CaptureFixture[str]) -> None:
     for words, heads in (("smoe", ["smoe"]), ("+similarity", ["+similarity"]), ("similarity", ["+similarity"])):
         assert main(["routers", words]) == 0

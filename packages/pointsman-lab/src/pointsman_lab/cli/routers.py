@@ -63,7 +63,7 @@ def listing() -> str:
     from pointsman.routers.frame.registry import BASELINES, entry, list_mixers, list_routers
 
     def lines(names: Sequence[str], prefix: str = "") -> list[str]:
-        return [f"  {prefix + name:<20} {entry(name).summary.splitlines()[0]}" for name in names]
+        return [f"  {prefix + name:<20} {''.join(entry(name).summary.splitlines()[:1])}" for name in names]
 
     mixers = ["mixers, on any router that chooses by its scores: ROUTER+MIXER", *lines(list_mixers(), "+")]
     baselines = ["baselines without a router", *(f"  {name:<20} {text}" for name, text in BASELINES.items())]
@@ -111,7 +111,7 @@ def explain(name: str) -> str:
         ]
 
     own = lines(found.options) or ["  none of its own"]
-    meanings = COMMON.summary.split("\n\n", 1)[1].splitlines()
+    meanings = COMMON.summary.partition("\n\n")[2].splitlines()
     common = [] if mixer else ["", "options of every router", *lines(COMMON.options), "", *meanings]
     head = [f"+{name}" if mixer else name, "", found.summary, "", f"from: {found.paper}"]
     if not mixer:
