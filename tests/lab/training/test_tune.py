@@ -103,6 +103,16 @@ def test_rows_of_the_comparison_keep_their_settings_and_their_curves(tune: Tune,
     assert not tune.rounds
 
 
+def test_a_comparison_in_the_current_folder_is_tuned(
+    tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    tune.out = Path()
+    assert tune("smoe", "learning_rate=1e-3,2e-3").routers == ("smoe",)
+    assert (tmp_path / "out-tuning" / "tuning.json").is_file()
+
+
 @pytest.mark.parametrize(
     "key",
     ["data", "tokenizer", "start_from", "seed", "steps", "model.router", "validate_every", "batch_size", "accumulation",

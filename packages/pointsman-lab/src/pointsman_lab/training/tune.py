@@ -105,7 +105,8 @@ def tuned(
     every, shared = choices(told), SHARED | plan.base.own.keys() | without_effect(plan.base.model.family)
     if common := [key for key, _ in every[0] if key in shared]:
         raise RunError(f"--tune {common[0]}: all rows share it; use --set or its flag")
-    file = out.with_name(f"{out.name}-tuning") / CURVE
+    named = out if out.name not in ("", "..") else out.resolve()
+    file = named.with_name(f"{named.name}-tuning") / CURVE
     before, told_before = read_plan(out) or {}, (read_json(file) or {}).get("curve", {})
     held = before.get("tuned", {})
     names = {row: row for row in before.get("routers", ())} | {one.get("row", name): name for name, one in held.items()}
