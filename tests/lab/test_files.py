@@ -206,6 +206,14 @@ def test_a_scratch_folder_goes_and_takes_only_abandoned_ones(tmp_path: Path, mon
     assert [name for name, place in names.items() if place.exists()] == ["1-node1+", "1-node10+", "mine-"]
 
 
+def test_the_temporary_folder_of_a_killed_process_goes_with_the_next_one(tmp_path: Path) -> None:
+    """`audit --on-disk` writes all experts of a model into one."""
+    for end, left in (("os.kill(os.getpid(), 9)", 1), ("pass", 0)):
+        code = f"import os\nfrom pointsman_lab._files import temporary_folder as new\n(new() / 'a').touch()\n{end}"
+        subprocess.run([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)})
+        assert len([*tmp_path.iterdir()]) == left
+
+
 def test_a_place_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     check_writable(tmp_path / "a" / "b")
     assert not list(tmp_path.iterdir())

@@ -9,10 +9,9 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -144,12 +143,18 @@ def checksum(file: Path, *, sync: bool = False) -> dict[str, Any]:
         return {"bytes": opened.tell(), "sha256": digest}
 
 
+_TEMPORARY = ExitStack()
+atexit.register(_TEMPORARY.close)
+
+
 def temporary_folder() -> Path:
-    """A new folder of this process, removed when it ends: for what is made of files that are only read."""
-    with disk_errors(Path(tempfile.gettempdir()), "there is no room for temporary files"):
-        folder = Path(tempfile.mkdtemp(prefix="pointsman-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+    """A new folder of this process, removed when it ends: for what is made of files that are only read.
+
+    What killed processes left is removed.
+    """
+    parent = Path(tempfile.gettempdir())
+    with disk_errors(parent, "there is no room for temporary files"):
+        return _TEMPORARY.enter_context(scratch_folder(parent))
 
 
 def check_writable(folder: Path) -> None:
