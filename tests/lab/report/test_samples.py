@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from pointsman._errors import RunError
 from pointsman.routing import Routing
 from pointsman_lab.data.vocabulary import Vocabulary
 from pointsman_lab.evaluation.explorer import most_taken, pack, pca
@@ -183,6 +184,14 @@ def test_what_cannot_be_sampled_is_told(tmp_path: Path) -> None:
     path = write_comparison(tmp_path / "c", ("smoe",), (0,))
     assert write_report(path, samples=True, note=notes.append).exists()
     assert notes == ["no sample of smoe: its weights are not here"]
+
+
+def test_nothing_is_sampled_for_a_page_that_cannot_be_written(tmp_path: Path) -> None:
+    notes: list[str] = []
+    path = write_comparison(tmp_path / "c", ("smoe",), (0,))
+    with pytest.raises(RunError, match="nothing was begun"):
+        write_report(path, path / "comparison.json" / "page.html", samples=True, note=notes.append)
+    assert notes == []
 
 
 def test_dense_runs_have_no_sample(trained: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pointsman_lab._files import write_whole
+from pointsman_lab._files import check_writable, write_whole
 from pointsman_lab._grid import NONE, Grid
 from pointsman_lab.registry import entries
 from pointsman_lab.report import protocol, series
@@ -48,6 +48,7 @@ def write_report(
     if samples:
         from pointsman_lab.report.samples import collect_all
 
+        check_writable(page_path(out, comparison).parent)
         keep = page_path(out, comparison).absolute().is_relative_to(comparison.path.absolute())
         comparison = collect_all(comparison, note=note, keep=keep)
     return write_whole(page_path(out, comparison), render(comparison))
