@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -15,9 +16,10 @@ import pytest
 
 from pointsman._errors import RunError
 from pointsman_lab.report import write_report
+from pointsman_lab.report.cell import Cell
 from pointsman_lab.report.page import asset
 from pointsman_lab.report.protocol import pairing, settings
-from pointsman_lab.report.series import binned, loss, over_seeds, short_layer
+from pointsman_lab.report.series import binned, cell_point, loss, over_seeds, short_layer, validation
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import read_comparison
 from tests.lab.report.fixtures import write_comparison, write_finetuning, write_run
@@ -134,6 +136,17 @@ def test_bins_average_and_resumed_steps_count_once() -> None:
     curve = binned([(step, float(step)) for step in range(1, 101)], 100, bins=4)
     assert curve == {12.5: 13.0, 37.5: 38.0, 62.5: 63.0, 87.5: 88.0}
     assert over_seeds([{1.0: 2.0, 2.0: 4.0}, {1.0: 3.0}]) == [[1.0, 2.5, 2.0, 3.0], [2.0, 4.0]]
+
+
+def test_a_point_is_its_mean_and_spread_in_printed_units(tmp_path: Path) -> None:
+    point = cell_point(2, Cell({0: 1.0, 1: 3.0}), 10.0)
+    assert point == pytest.approx({"x": 2, "y": 20, "std": 14.142, "low": 5.857864, "high": 34.14214}, abs=1e-4)
+    assert cell_point(2, Cell({0: 1.0}), 10.0) == {"x": 2, "y": 10}
+    comparison = read_comparison(write_comparison(tmp_path / "c", ("smoe",), (0,), steps=20))
+    bits, nats = (loss(comparison, bits=unit)["series"][0]["points"] for unit in (True, False))
+    assert [one[1] * math.log(2) for one in bits] == pytest.approx([one[1] for one in nats], rel=1e-4)
+    once, twice = (validation(comparison, scale)["of"]["1"][0]["points"] for scale in (1.0, 2.0))
+    assert [one[1] for one in twice] == pytest.approx([2 * one[1] for one in once], rel=1e-4)
 
 
 def test_seeds_of_unequal_length_are_averaged_at_the_same_steps(

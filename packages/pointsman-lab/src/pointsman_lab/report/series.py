@@ -111,12 +111,14 @@ def last_step(comparison: Comparison) -> float:
 
 def loss(comparison: Comparison, *, bits: bool) -> dict[str, Any]:
     """Training loss of every router against the step."""
-    last, name = last_step(comparison), "bits" if bits else "loss"
+    unit = math.log(2) if bits else 1.0
 
     def curve(run: RunRecord) -> Curve:
-        return dict(_pairs(run.metrics("train"), name))
+        rows = [(finite(row.get("step")), finite(row.get("loss"))) for row in run.metrics("train")]
+        return {step: value / unit for step, value in rows if step is not None and value is not None}
 
-    return {"label": "loss (bits)" if bits else "loss (nats)", "series": per_router(comparison, curve, last, BINS)}
+    series = per_router(comparison, curve, last_step(comparison), BINS)
+    return {"label": "loss (bits)" if bits else "loss (nats)", "series": series}
 
 
 def validation(comparison: Comparison, scale: float = 1.0) -> dict[str, Any]:
@@ -147,12 +149,3 @@ def per_router(
     if bins and any(len(one) > bins for of in curves.values() for one in of):
         curves = {name: [in_bins(one, last, bins) for one in of] for name, of in curves.items()}
     return drawn({name: over_seeds(of) for name, of in curves.items()})
-
-
-def _pairs(rows: Iterable[Mapping[str, Any]], name: str) -> Iterable[tuple[float, float]]:
-    for row in rows:
-        step, value = finite(row.get("step")), finite(row.get(name))
-        if value is None and name == "bits" and (nats := finite(row.get("loss"))) is not None:
-            value = nats / math.log(2)
-        if step is not None and value is not None:
-            yield step, value
