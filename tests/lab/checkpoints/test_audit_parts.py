@@ -18,7 +18,7 @@ from pointsman_lab.checkpoints.audit.blocks import Block, Blocks
 from pointsman_lab.checkpoints.audit.serving import distinct
 from pointsman_lab.checkpoints.audit.trials import halves, mean_of, measured, schedules, super_experts
 from pointsman_lab.checkpoints.text import text_batches
-from pointsman_lab.intervals import ratio, student_quantile
+from pointsman_lab.intervals import ratio, smallest_within, student_quantile
 from tests.library.hf import zoo
 from tests.library.hf.test_replace import spread
 from tests.library.hf.zoo import WORDS, texts, tokenizer
@@ -32,7 +32,15 @@ def test_a_ratio_over_equal_blocks_is_a_mean_with_students_interval() -> None:
     assert found["error"] == pytest.approx(error)
     assert found["half"] == pytest.approx(student_quantile(0.975, 3) * error)
     assert ratio([1.0, 2.0], [1.0, 1.0])["half"] is None
+    assert ratio([1.0, 2.0, 3.0], [1.0] * 3)["half"] == pytest.approx(4.302653 / math.sqrt(3))
     assert ratio([], [])["mean"] is None
+
+
+def test_of_prunings_as_small_the_one_with_the_least_loss_is_shown() -> None:
+    shares = {(3, True): 0.002, (4, True): -0.01, (2, None): 0.0, (1, False): 0.5}
+    tried = [{"kept": kept, "within": within, "share": share} for (kept, within), share in shares.items()]
+    assert smallest_within([*tried, {**tried[0], "share": 0.001}]) == {"kept": 3, "within": True, "share": 0.001}
+    assert smallest_within(tried[2:]) is None
 
 
 def made(loads: dict[str, torch.Tensor], count: int, seed: int = 0) -> Blocks:

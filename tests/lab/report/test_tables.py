@@ -7,19 +7,24 @@ import io
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from pointsman._errors import RunError
 from pointsman_lab.cli.main import main
-from pointsman_lab.report.cell import Cell, significantly_best
+from pointsman_lab.report.cell import Cell, by_pretraining, metric, significantly_best, squared_variation
 from pointsman_lab.report.results import tidy
-from pointsman_lab.report.tables import ComparisonTable
+from pointsman_lab.report.tables import ComparisonTable, cost_of
+from pointsman_lab.report.task_table import TaskTable
 from pointsman_lab.runs.comparison import Comparison, read, read_comparison, required_plan, save_plan
 from pointsman_lab.runs.paths import REPEAT
-from tests.lab.report.fixtures import write_comparison, write_run
+from pointsman_lab.runs.record import RunRecord
+from tests.lab.report.fixtures import write_comparison, write_finetuning, write_run
 
 
 def test_cell_statistics_by_hand() -> None:
@@ -30,6 +35,16 @@ def test_cell_statistics_by_hand() -> None:
     assert cell.text(2) == "3.00 ± 2.65"
     assert Cell({4: 1.25}).text(1, sign=True) == "+1.2"
     assert (Cell({}).text(3), Cell({}).mean, Cell({4: 1.0}).std, Cell({4: 1.0}).interval) == ("-", None, None, None)
+    assert squared_variation({"load": [1.0, 3.0]}) == 0.25
+
+
+def test_the_cost_of_a_token_of_a_fine_tuning_is_that_of_what_trains(tmp_path: Path) -> None:
+    def cost(**more: Any) -> Mapping[str, int]:
+        evaluation = {"results": [{}], "cost": {"flops": 5, "active": 20, "total": 30}, "parameters": 7, **more}
+        return cost_of([RunRecord(tmp_path, "smoe", 0, {}, evaluation=evaluation)])
+
+    assert cost()["total"] == 30
+    assert cost(protocol={"frozen": []})["total"] == 7
 
 
 def hand_made(path: Path) -> Path:
@@ -77,8 +92,12 @@ def test_difference_spread_is_that_of_the_pairs_not_of_the_rows(tmp_path: Path) 
     write_comparison(path, routers=("a", "b"), seeds=(0, 1), missing=[(r, s) for r in "ab" for s in (0, 1)])
     for router, seed, value in (("a", 0, 1.0), ("a", 1, 3.0), ("b", 0, 0.5), ("b", 1, 2.5)):
         write_run(path / "runs" / router / f"seed-{seed}", router, seed, values={1: value})
-    cell = ComparisonTable.read(path).differences()["b"][1]
+    table = ComparisonTable.read(path)
+    cell = table.differences()["b"][1]
     assert (cell.mean, cell.std) == (-0.5, 0.0)
+    assert not table.difference_grid().best, "two seeds"
+    shares = replace(table, metric=metric("accuracy"))
+    assert shares.paired()["b"][1].mean == -50.0
 
 
 def test_unfinished_and_missing_seeds_are_counted(tmp_path: Path) -> None:
@@ -221,11 +240,43 @@ def test_the_best_is_bold_only_where_its_intervals_say_so(tmp_path: Path) -> Non
     assert "**1.0" in table.markdown()
     two = {"a": Cell({0: 1.0, 1: 1.1}), "b": Cell({0: 1.2, 1: 1.301})}
     assert significantly_best(two, lower_is_better=True) == set(), "two seeds"
+    gap = {"a": Cell(dict.fromkeys(range(3), 0.0)), "b": Cell({0: 0.65, 1: 1.0, 2: 1.35})}  # t = 4.9
+    assert significantly_best(gap, lower_is_better=True) == {"a"}  # beyond 4.3
+    more = {**gap, "c": Cell(dict.fromkeys(range(3), 9.0))}
+    assert significantly_best(more, lower_is_better=True) == set(), "within 6.2, that of two comparisons"
+    assert "corrected for the 4 intervals of" in table.difference_grid().caption
     repeated = replace(table, repeats=True, rows=[
         replace(row, quality={1: Cell({seed * REPEAT: value for seed, value in row.quality[1].values.items()})})
         for row in table.rows
     ])  # fmt: skip
     assert repeated.best(1) == set(), "three fine-tunings of one run"
+
+
+def test_fine_tunings_of_a_run_count_once(tmp_path: Path) -> None:
+    assert by_pretraining({0: 1.0, REPEAT: 3.0, 1: 5.0, 2 + REPEAT: 7.0}) == {0: 2.0, 1: 5.0, 2: 7.0}
+    path = write_comparison(tmp_path / "c", ("smoe", "xmoe"), (0, 1))
+    comparison = read_comparison(path)
+    loads = iter([[0.5, 0.3, 0.2], [0.6, 0.3, 0.1], [0.2, 0.3, 0.5], [0.1, 0.4, 0.5]])
+    for (router, seed), run in sorted(comparison.runs.items()):
+        for own in (seed, seed + REPEAT, seed + 2 * REPEAT, 5):  # of 5 another seed was pre-trained
+            gain = 0.1 * (router == "xmoe") + 0.02 * (own // REPEAT) + 0.01 * seed + 0.5 * (own == 5)
+            file = write_finetuning(run.path, "sst2", router, own, metric=gain) / "evaluation.json"
+            record = json.loads(file.read_text())
+            shares = next(loads) if router == "smoe" and own < 2 * REPEAT and own != 5 else None
+            record["results"] = [{**row, "top_k": 2} for row in record["results"][:1]]
+            record["results"][0]["routers"] = {"a": {"load": shares}} if shares else {}
+            file.write_text(json.dumps(record))
+    table = TaskTable.read(path, "sst2")
+    assert [row.done for row in table.table.rows] == [[0, 1, 1000, 1001, 2000, 2001]] * 2
+    [cells] = table.table.paired().values()
+    assert cells[2].values == pytest.approx([10.0, 10.0]), "a run's three fine-tunings are one value, in points"
+    by_hand = [np.corrcoef(one, two)[0, 1] for one, two in (([5, 3, 2], [6, 3, 1]), ([2, 3, 5], [1, 4, 5]))]
+    assert table.routing["smoe"]["consistency"] == pytest.approx(np.mean(by_hand))
+    for file in path.glob("runs/*/*/finetune/sst2/*/evaluation.json"):
+        record = json.loads(file.read_text())
+        record["protocol"]["from_scratch"] = True
+        file.write_text(json.dumps(record))
+    assert TaskTable.read(path, "sst2").routing["smoe"]["consistency"] is None
 
 
 def test_experts_a_token_are_a_column_where_they_are_not_k(tmp_path: Path) -> None:
@@ -240,15 +291,20 @@ def test_experts_a_token_are_a_column_where_they_are_not_k(tmp_path: Path) -> No
     table = ComparisonTable.read(path)
     assert [row[table.grid().header.index("experts/token")] for row in table.grid().rows] == ["-", "4.00 ± 0.00"]
     assert [row["experts_per_token"] for row in tidy(read_comparison(path)) if row["k"] == 8] == [8, 8, 4, 4]
-    for file in path.glob("runs/r1/*/evaluation.json"):  # all experts at every k
+    for file in path.glob("runs/*/*/evaluation.json"):  # all experts at every k, beside k
         record = json.loads(file.read_text())
         for result in record["results"]:
             for layer in result["routers"].values():
-                layer["experts_per_token"] = 8.0
+                layer["experts_per_token"] = 8.0 if "r1" in file.parts else result["top_k"]
+                layer["entropy"] = float(result["top_k"])
         file.write_text(json.dumps(record))
     table = ComparisonTable.read(path)
     each = " / ".join(["8.00 ± 0.00"] * 4)
-    assert [row[table.grid().header.index("experts/token")] for row in table.grid().rows] == ["-", each]
+    assert [row[table.grid().header.index("experts/token")] for row in table.grid().rows] == ["8.00 ± 0.00", each]
+    assert [row.entropy.mean for row in table.rows] == [8.0, 8.0], "at the largest k"
+    exact = [{k: Cell({0: float(k)}) for k in ks} for ks in ((1, 2), (1, 8))]
+    rows = [replace(row, experts=each) for row, each in zip(table.rows, exact, strict=True)]
+    assert replace(table, rows=rows).varies, "the first row's largest k is not that of the table"
     for file in path.glob("runs/*/*/evaluation.json"):  # k at every k, beside a dense row's larger one
         record = json.loads(file.read_text())
         for result in record["results"]:

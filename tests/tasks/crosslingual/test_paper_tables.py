@@ -14,6 +14,7 @@ from pointsman_lab.report.language_table import LanguageTable
 from pointsman_lab.report.paper import paper_tables
 from pointsman_lab.report.published import open_paper
 from pointsman_lab.runs.comparison import read_comparison
+from pointsman_lab.runs.record import RunRecord
 from tests.lab.report.fixtures import dump, write_comparison, write_run
 from tools.results.measures import Measure
 
@@ -82,6 +83,24 @@ def test_a_figure_within_two_errors_of_its_floor_is_marked() -> None:
     assert same.at_floor(("switch", 1), "en"), "a figure equal to its floor, without an error"
     assert (floor[0], error[0]) == ("floor", "standard error over items")
     assert "not above its floor by two standard errors" in table.caption
+
+
+def test_the_table_by_language_takes_mean_transfer_floors_and_errors_as_recorded(tmp_path: Path) -> None:
+    languages = {"en": {"value": 0.9, "error": 0.1, "floor_name": "majority", "floor": 0.5},
+                 "de": {"value": 0.6, "error": 0.2, "floor_name": "majority", "floor": 0.3}}  # fmt: skip
+    row = {"split": "test", "top_k": 1, "metric": "accuracy", "value": 0.7, "transfer": 0.6, "gap": 0.3, "error": 0.05,
+           "languages": languages}  # fmt: skip
+    runs = [
+        RunRecord(tmp_path, "xmoe", seed, {}, evaluation={"results": [row | {"error": 0.05 + 0.02 * seed}]})
+        for seed in (0, 1)
+    ]
+    table = LanguageTable.of(runs, "xtreme-xnli")
+    assert table is not None
+    assert table.columns == ["en", "de", "mean", "transfer", "gap"]
+    [cells] = table.lines.values()
+    assert [cells[name].mean for name in table.columns] == pytest.approx([0.9, 0.6, 0.7, 0.6, 0.3])
+    assert table.floors["mean"] == ("majority", pytest.approx(0.4))
+    assert table.errors == pytest.approx({"en": 0.1, "de": 0.2, "mean": 0.06})
 
 
 def test_a_difference_is_at_the_same_k_or_to_a_row_of_one_k() -> None:
