@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pointsman_lab.checkpoints import audit
-from pointsman_lab.report import figures, write_report
+from pointsman_lab.report import audits, figures, write_report
 from tests.library.hf import zoo
 from tests.library.hf.test_replace import spread
 from tests.library.hf.zoo import texts, tokenizer
@@ -57,3 +57,27 @@ def test_two_audits_of_one_class_and_one_without_a_sample(tmp_path: Path) -> Non
     assert "MixtralForCausalLM (before)" in page
     assert "MixtralForCausalLM (after)" in page
     assert not (tmp_path / "after" / "explorer.json").exists()
+
+
+def test_the_tables_of_an_audit_by_hand() -> None:
+    layer = {
+        "num_experts": 4, "load": {"share": [0.8, 0.19, 0.01, 0.0], "dead": [3], "effective": 2.0},
+        "domains": {"en": {"share": [0.5, 0.5, 0.0, 0.0], "entropy": 0.7, "margin": 0.1}, "de": {"share": [0.25] * 4}},
+    }  # fmt: skip
+    quality = [
+        {"top_k": k, "loss": loss, "half": 0.1, "difference": None if k == 2 else {"mean": loss - 2.0, "half": 0.5}}
+        for k, loss in ((1, 2.5), (2, 2.0))
+    ]
+    apart = [
+        {"domains": ["en", "de"], "mean": mean, "half": half} for mean, half in ((0.3, 0.2), (0.1, 0.2), (0.3, None))
+    ]
+    audit = {"top_k": 2, "quality": quality, "layers": {"layers.3.mlp": layer}, "domains": {"en": 5, "de": 5},
+             "divergence": apart}  # fmt: skip
+    parts = {part["title"]: part["grid"] for part in audits._parts(audit)}
+    of = dict(zip(parts["Routing by layer"].header, parts["Routing by layer"].rows[0], strict=True))
+    told = ("in use", "dead", "nearly dead", "hot")
+    assert [of[name] for name in told] == ["2.0 of 4", "1", "1", "1"], "a dead expert is not nearly dead"
+    assert parts["Change of the loss with k"].rows == [["1", "+0.5000 ± 0.5000", "-", "-"]], "not of the own k"
+    assert parts["Routing by domain"].rows[2] == ["layer 3", "experts in use", "2.0", "4.0"]
+    verdicts = [row[-1] for row in parts["Domains apart"].rows]
+    assert verdicts == ["differ", "no difference beyond chance", "too few blocks"]

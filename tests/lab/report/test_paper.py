@@ -144,6 +144,11 @@ def test_fine_tuned_runs_and_attacked_text(tmp_path: Path) -> None:
     assert list(beside.ours) == ["sst2, 400 steps (not the paper's setting)"]
     rows = {(row[0], row[1]): row[2:] for row in beside.grid().rows}
     assert rows["", "ours: sst2, 400 steps (not the paper's setting)"] == ["80.00", "-", "-", "-"]
+    assert beside._printed(1.2345) == "1.2345"
+    assert (beside._printed(2.0), beside._printed(None)) == ("2.00", "-")
+    lines = list(csv.DictReader(io.StringIO(paper_tables(path, "hyperrouter").csv())))
+    third = [line for line in lines if line["table"] == "Table 3" and line["seeds"] == "1"]
+    assert {(line["ours"], line["std"]) for line in third} == {("80.0", "-")}
 
     words = write_run(tmp_path / "w", "smoe", values={2: 40.0}, metric="perplexity")
     config = json.loads((words / "config.json").read_text())
@@ -151,6 +156,7 @@ def test_fine_tuned_runs_and_attacked_text(tmp_path: Path) -> None:
     attacked = {"split": "test", "top_k": 2, "metric": "perplexity"}
     results = [
         {**attacked, "value": 99.0, "attack": {"kind": "word", "rate": 0.1}},
+        {**attacked, "value": 45.0, "attack": {"kind": "word", "rate": 0.01}},
         {**attacked, "value": 50.0, "attack": {"kind": "word", "rate": 0.025}},
     ]
     dump(words / "attacks-word-wikitext-103-test.json", {"results": results})

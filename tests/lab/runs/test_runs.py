@@ -51,7 +51,7 @@ def test_an_evaluation_says_what_it_is_of() -> None:
         assert not is_current(record, **{**asked, **change})
     assert not is_current(None, **asked)
     attacked = {**results[0], "attack": {"kind": "word"}}
-    for found, split in (([attacked, *results, "x", {"split": "test"}], "test"), (results, "valid")):
+    for found, split in (([attacked, *results, attacked, "x", {"split": "test"}], "test"), (results, "valid")):
         run = RunRecord(Path("run"), "smoe", 0, {}, evaluation={"results": found})
         assert run.results(split) == {1: results[0], 2: results[1]}
 
@@ -73,12 +73,14 @@ def test_a_comparison_directory_is_found_again(tmp_path: Path) -> None:
     assert folder == tmp_path / "runs" / "xmoe,tau0=0.07~smoe" / "seed-1"
     assert finetuned_path(folder, "sst2", 0) == folder / "finetune" / "sst2" / "seed-0"
     assert slug("a/b c") == "a_b_c"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"seed": 1, "model": {"router": router.split("|")}}))
+    for seed in (1, 2):  # 2 is no seed of the plan
+        path = run_path(tmp_path, router, seed)
+        path.mkdir(parents=True)
+        (path / "config.json").write_text(json.dumps({"seed": seed, "model": {"router": router.split("|")}}))
     found = read_comparison(tmp_path)
     assert (found.routers, found.seeds, found.settings) == (["smoe", router], [0, 1], {"model": {}})
     assert found.command == "x y"
-    assert [run.path for run in found.of(router)] == [folder]
+    assert [run.path for run in found.runs.values()] == [run.path for run in found.of(router)] == [folder]
     assert len(found.missing()) == 4
     (tmp_path / "comparison.json").write_text('{"format": 2, "settings": {"model": {}}, "routers": [], "seeds": []}')
     with pytest.raises(RunError, match="not a comparison of format 1"):

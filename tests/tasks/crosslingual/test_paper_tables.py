@@ -190,6 +190,19 @@ def test_translation_is_taken_by_language_and_at_the_k_of_training(tmp_path: Pat
     assert seventh.trained_k
 
 
+def test_a_column_of_one_k_takes_runs_that_trained_with_it(comparison: Path) -> None:
+    for path in (comparison / "runs").rglob("finetune/xnli/*/evaluation.json"):
+        record, config = json.loads(path.read_text()), json.loads((path.parent / "config.json").read_text())
+        row = record["results"][0]
+        record["results"] = [row, {**row, "top_k": 2, "value": 0.9}]
+        dump(path, record)
+        dump(path.parent / "config.json", config | {"train_top_k": "1" if "xmoe" in str(config) else "2"})
+    seventh = next(one for one in paper_tables(comparison, "x-moe").tables if one.published.number == "Table 7")
+    [cells] = seventh.ours.values()
+    assert {place: len(cell.values) for place, cell in cells.items()} == {(0, 1): 2, (1, 0): 2}
+    assert cells[0, 1].mean == 0.9
+
+
 def test_claims_measure_nats_and_transfer(comparison: Path) -> None:
     for path in (comparison / "runs").rglob("evaluation.json"):
         record = json.loads(path.read_text())
