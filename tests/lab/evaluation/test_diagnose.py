@@ -107,6 +107,14 @@ def test_against_others(batches):
     assert consistency["without_diagonal"] < 1
 
 
+def test_entropies_are_compared_after_mixing(batches):
+    model, other = (Model(seed, router="smoe+similarity").eval() for seed in (0, 5))
+    found = diagnose(model, batches, against={"other": other})
+    own, its = found["layers"]["first"]["entropy"], found["against"]["other"]["first"]
+    assert own["mixed_mean"] != own["mean"]
+    assert its["entropy_ratio"] == pytest.approx(own["mixed_mean"] / its["entropy"]["mixed_mean"])
+
+
 def test_along_a_run(batches):
     first, second, last = Model(seed=1).eval(), Model(seed=2).eval(), Model(seed=3).eval()
     found = diagnose(last, batches, history={"step-1": first, "step-2": second})

@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from pointsman._errors import RunError
+from pointsman.control import set_top_k
+from pointsman.recording import record_routing
 from pointsman_lab.cli.main import main
 from pointsman_lab.diagnosis import diagnose_path
+from pointsman_lab.evaluation.passes import PLAIN
 from pointsman_lab.finetuning import Finetuning, finetune, open_run
-from pointsman_lab.finetuning.run import identity
+from pointsman_lab.finetuning.run import finetuned_task, identity
 from pointsman_lab.recipes import preset
 from pointsman_lab.report.task_table import routing_of
 from pointsman_lab.runs.checkpoints import last_checkpoint
@@ -94,6 +97,23 @@ def test_from_the_command_line_to_accuracies_at_every_k(
     shutil.rmtree(tmp_path / "out" / "checkpoints")  # no longer needed
     assert main(arguments) == 0  # finished: nothing is done again
     assert (tmp_path / "out" / "evaluation.json").stat().st_mtime_ns == before
+
+
+def test_an_evaluation_counts_each_text_alone_and_no_padding(run: Path, task: str, tmp_path: Path) -> None:
+    finetune(run, Finetuning(task, steps=3, settings=FAST), out=tmp_path)
+    saved = open_run(tmp_path)
+    work: Any = finetuned_task(saved)
+    [result] = work.evaluate(saved.model, saved.config, "test", [2], PLAIN)
+    encoded, nats, load = work.encoded("test", saved.config.segment_length), [], torch.zeros(4)
+    layer = [*result["routers"]][-1]
+    for row, label in zip(encoded.rows, encoded.labels.tolist(), strict=True):
+        with torch.no_grad(), set_top_k(saved.model.eval(), 2), record_routing(saved.model) as records:
+            logits = saved.model(torch.from_numpy(row.astype("int64"))[None]).double()
+        nats.append(torch.nn.functional.cross_entropy(logits[0], torch.tensor(label)).item())
+        load += torch.bincount(records[layer].experts.flatten(), minlength=4)
+    assert result["nats"] == pytest.approx(sum(nats) / len(nats), rel=1e-5)
+    assert result["tokens"] == sum(map(len, encoded.rows))
+    assert result["routers"][layer]["load"] == pytest.approx((load / load.sum()).tolist(), abs=1e-3)
 
 
 def test_a_saved_classifier_is_opened_as_it_was(run: Path, task: str, tmp_path: Path) -> None:

@@ -55,7 +55,13 @@ def made_up(tokens: int = 40, experts: int = 11) -> dict[int, dict[str, Routing]
     return seen
 
 
-@pytest.mark.parametrize("experts", [11, 255, 300])
+def test_both_axes_of_a_map_have_one_scale() -> None:
+    corners = torch.tensor([[0.0, 0, 0], [4, 0, 0], [0, 2, 0], [4, 2, 0]])
+    flat = pack({1: {"a": made_up(4)[1]["layers.0"]}}, list("abcd"), {"a": corners}, 1, 4)["map"]["layers"]["a"]
+    assert [max(axis) - min(axis) for axis in flat] == [1000, 500]
+
+
+@pytest.mark.parametrize("experts", [11, 255, 256, 300])
 def test_packed_routing_reads_back(experts: int) -> None:
     seen = made_up(experts=experts)
     sample = packed(seen)

@@ -12,7 +12,7 @@ import pytest
 
 import pointsman_lab.runs
 from pointsman._errors import RunError
-from pointsman_lab.runs.comparison import read_comparison, read_plan, write_plan
+from pointsman_lab.runs.comparison import gather, read_comparison, read_plan, write_plan
 from pointsman_lab.runs.environment import differing_bits, environment
 from pointsman_lab.runs.paths import finetuned_path, run_path, slug
 from pointsman_lab.runs.record import MetricsFile, RunRecord, is_current, read_metrics
@@ -82,6 +82,8 @@ def test_a_comparison_directory_is_found_again(tmp_path: Path) -> None:
     assert found.command == "x y"
     assert [run.path for run in found.runs.values()] == [run.path for run in found.of(router)] == [folder]
     assert len(found.missing()) == 4
+    runs = [RunRecord(Path("a"), router, 0, {"steps": steps, "data": "x"}) for router, steps in (("b", 1), ("c", 2))]
+    assert gather(runs).settings == {"data": "x"}, "what all runs have in common"
     (tmp_path / "comparison.json").write_text('{"format": 2, "settings": {"model": {}}, "routers": [], "seeds": []}')
     with pytest.raises(RunError, match="not a comparison of format 1"):
         read_comparison(tmp_path)

@@ -18,7 +18,7 @@ from pointsman_lab.diagnosis import diagnose_path
 from pointsman_lab.progress import Quiet
 from pointsman_lab.recipes import preset
 from pointsman_lab.runs.checkpoints import open_checkpoint
-from pointsman_lab.tasks.images.task import ImageClassification, image_loss, open_images
+from pointsman_lab.tasks.images.task import ImageClassification, _Scores, image_loss, open_images
 from pointsman_lab.tasks.images.vit import VisionTransformerConfig
 from pointsman_lab.tasks.language_modelling.task import corpus_of
 from pointsman_lab.training.checkpoint import checkpoint_tensors
@@ -31,6 +31,24 @@ from pointsman_lab.training.trainer import train
 
 Image = pytest.importorskip("PIL.Image")
 Settings = Callable[..., RunConfig]
+
+
+def test_accuracies_by_hand() -> None:
+    logits, labels = torch.zeros(4, 50), torch.tensor([0, 0, 1, 49])
+    logits[:2, :7] = torch.arange(7.0, 0.0, -1.0)  # found; class 4 is among the five, 5 is not
+    labels[1] = 5
+    logits[2, 45:] = torch.tensor([9.0, 8.0, 7.0, 6.0, 5.0])
+    logits[3, 45:] = torch.tensor([9.0, 8.0, 7.0, 6.0, 5.0])  # 49 is the fifth
+    found = _Scores(50, "softmax")
+    found.update(logits[:3], labels[:3])
+    found.update(logits[3:], labels[3:])
+    result = found.result()
+    assert (result["value"], result["top5"], result["images"]) == (0.25, 0.5, 4)
+    assert {place: share for place, share in enumerate(result["per_class"]) if share is not None} == {
+        0: 1.0, 1: 0.0, 5: 0.0, 49: 0.0
+    }  # fmt: skip
+    nats = torch.nn.functional.cross_entropy(logits.double(), labels)
+    assert result["nats"] == pytest.approx(float(nats), rel=1e-6)
 
 
 @pytest.fixture(scope="session")

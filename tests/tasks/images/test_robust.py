@@ -61,6 +61,8 @@ def test_calibration_by_hand() -> None:
     )
     assert scores.expected_calibration_error(confidence, right, 2) == pytest.approx(abs(0.75 - 0.75))
     assert scores.expected_calibration_error(confidence, right, 15) == pytest.approx((0.1 + 0.2 + 0.7 + 0.4) / 4)
+    edges = np.array([0.3, 0.5, 0.6]), np.array([True, False, True])  # a bin holds its upper end: (0.25, 0.5]
+    assert scores.expected_calibration_error(*edges, 4) == pytest.approx((2 * 0.1 + 0.4) / 3)
     assert scores.response_rate_accuracy(confidence, right) == pytest.approx((1 + 1 + 2 / 3 + 3 / 4) / 4)
 
 

@@ -54,6 +54,7 @@ def test_every_k_equals_one_long_forward(router: str) -> None:
                 assert found["entropy_std"] == pytest.approx(entropy.std(correction=0).item(), rel=1e-6)
             load = torch.bincount(routing.experts.flatten(), minlength=4) / routing.experts.numel()
             assert found["load"] == pytest.approx(load.tolist())
+            assert found["experts_per_token"] == result["top_k"]
     assert len({result["nats"] for result in results}) == 3
 
 
@@ -62,13 +63,15 @@ def test_rows_side_by_side_score_every_token_but_each_rows_first() -> None:
     model = build()
     (result,) = evaluate(model, TOKENS, "byte", split="valid", top_k=[2], protocol=protocol)
     assert result["tokens"] == 199
-    total = 0.0
+    total, load = 0.0, torch.zeros(4)
     starts = [0, 50, 100, 150]
     for start, length in zip(starts, [50, 50, 50, 49], strict=True):
         row = torch.from_numpy(TOKENS[start : start + length + 1].astype(np.int64))
-        with torch.no_grad(), set_top_k(model.eval(), 2):
+        with torch.no_grad(), set_top_k(model.eval(), 2), record_routing(model) as records:
             total += F.cross_entropy(model(row[None, :-1]).logits[0], row[1:], reduction="sum").item()
+        load += torch.bincount(records["layers.1.moe"].experts.flatten(), minlength=4)
     assert result["nats"] == pytest.approx(total / 199, rel=1e-9)
+    assert result["routers"]["layers.1.moe"]["load"] == pytest.approx((load / load.sum()).tolist()), "no padding"
 
 
 def test_a_budget_scores_whole_segments() -> None:
@@ -131,6 +134,18 @@ def test_a_validation_part_shorter_than_a_segment_is_refused_before_training(tmp
     task.check(config)
     with pytest.raises(RunError, match="has 18 tokens, and one segment needs 65"):
         task.check(config.with_overrides({"eval_segment_length": 64}))
+
+
+def test_padding_is_marked_in_what_a_diagnosis_reads(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("ab cd " * 100)
+    config = preset("tiny", data=str(tmp_path / "text.txt")).with_overrides(
+        {"eval_batch_size": 4, "eval_segment_length": 7}
+    )
+    task = LanguageModelling(load_corpus(config.data, cache_dir=tmp_path / "cache"))
+    batches = list(task.observed(config, "test", None, torch.device("cpu")).batches)
+    assert batches[0].mask is None
+    assert (batches[-1].targets < 0).any()
+    assert torch.equal(batches[-1].mask, batches[-1].targets >= 0)
 
 
 def test_it_stops_when_asked() -> None:

@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("sentencepiece")
 
 from pointsman._errors import RunError
+from pointsman.recording import record_routing
 from pointsman_lab.cli.main import main
 from pointsman_lab.data import pieces
 from pointsman_lab.evaluation.passes import PLAIN
@@ -22,7 +23,7 @@ from pointsman_lab.models.encoder import EncoderConfig
 from pointsman_lab.tasks.masked_language_modelling import task as masked_language_model
 from pointsman_lab.tasks.masked_language_modelling import text as texts
 from pointsman_lab.tasks.masked_language_modelling.blocks import Masking
-from pointsman_lab.tasks.masked_language_modelling.task import MaskedLanguageModelling, masked_batches
+from pointsman_lab.tasks.masked_language_modelling.task import MaskedLanguageModelling, _pooled, masked_batches
 from pointsman_lab.tasks.masked_language_modelling.text import open_blocks
 from pointsman_lab.training.compare import Plan, compare
 from pointsman_lab.training.config import RunConfig
@@ -131,24 +132,35 @@ def test_perplexity_is_that_of_the_logits(masked: Make) -> None:
     model, text = task.build_model(config).eval(), task.text
     shares = pieces.shares(text.sizes, config.own["language_exponent"])
     [result] = task.evaluate(model, replace(config, eval_tokens=None), "valid", [2], PLAIN)
-    nats, letters = {}, {}
+    nats, letters, load, read = {}, {}, torch.zeros(4), 0
     for language in shares:
         found, characters = [], 0
         for batch in masked_batches(text, 8, "cpu"):
             if batch.group == list(text.valid).index(language):
                 for row, target in zip(batch.inputs, batch.targets, strict=True):
                     at = target >= 0
-                    logits = model(row[row >= 0][None])[0][at[row >= 0]]
+                    with record_routing(model) as records:
+                        logits = model(row[row >= 0][None])[0][at[row >= 0]]
+                    load += torch.bincount(records["inserted.moe"].experts.flatten(), minlength=4)
+                    read += int((row >= 0).sum())
                     found.append(torch.nn.functional.cross_entropy(logits.double(), target[at], reduction="none"))
                     characters += int(text.pieces.characters[target[at].numpy()].sum())
         nats[language] = float(torch.cat(found).detach().mean())
         letters[language] = characters / len(torch.cat(found))
         assert result["languages"][language]["nats"] == pytest.approx(nats[language], rel=1e-5)
+    assert result["tokens"] == read
+    assert result["routers"]["inserted.moe"]["load"] == pytest.approx((load / load.sum()).tolist(), abs=1e-3)
     pooled = sum(shares[one] * nats[one] for one in shares)
     assert result["nats"] == pytest.approx(pooled, rel=1e-5)
     assert result["value"] == pytest.approx(torch.tensor(pooled).exp().item(), rel=1e-4)
     expected = pooled / sum(shares[one] * letters[one] for one in shares)
     assert result["nats_per_character"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_languages_without_a_masked_piece_leave_their_share_to_the_others() -> None:
+    sums = {"aa": torch.tensor([6.0, 9.0, 3.0]), "bb": torch.tensor([8.0, 2.0, 2.0]), "cc": torch.zeros(3)}
+    found = _pooled(sums, {"aa": 0.25, "bb": 0.25, "cc": 0.5})  # nats, characters, pieces
+    assert (found["nats"], found["nats_per_character"], found["masked"]) == (3.0, 3.0 / 2.0, 5)
 
 
 def test_text_of_which_nothing_is_masked_has_no_figure(masked: Make, monkeypatch: pytest.MonkeyPatch) -> None:
