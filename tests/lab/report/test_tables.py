@@ -223,6 +223,13 @@ def test_attacks_at_other_values_of_k_stay_in_their_columns(tmp_path: Path) -> N
     record = {"results": results, "protocol": {"tokens": 9}, "routing": []}
     lines = list(csv.DictReader(AttackTable.of(comparison, "a", [(run, record)]).csv().splitlines()))
     assert [(line["k=1 mean"], line["k=2 mean"]) for line in lines] == [("1.0", "2.0"), ("-", "7.0")]
+    less = {**attack, "rate": 0.05}
+    record["results"].append({**row, "top_k": 2, "value": 5.0, "attack": less})
+    record["routing"] = [{"attack": attack, "layers": {"a": {"top1": 0.4}}},
+                         {"attack": less, "layers": {"a": {"top1": 0.1}, "b": {"top1": 0.3}}}]  # fmt: skip
+    table = AttackTable.of(comparison, "a", [(run, record)])
+    assert [one.rate for one in table.conditions] == [0.0, 0.05, 0.1]
+    assert table.further()[0].rows == [["smoe", "0.200", "0.400"]]
 
 
 def test_the_best_is_bold_only_where_its_intervals_say_so(tmp_path: Path) -> None:

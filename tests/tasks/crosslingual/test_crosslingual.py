@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 from dataclasses import replace
@@ -19,13 +20,15 @@ pytest.importorskip("sentencepiece")
 from pointsman._errors import RunError
 from pointsman_lab.cli.main import main
 from pointsman_lab.data.pieces import Pieces, train_pieces
+from pointsman_lab.data.task_streams import Encoded
 from pointsman_lab.finetuning import Finetuning, finetune
 from pointsman_lab.models.encoder import EncoderConfig
 from pointsman_lab.recipes import preset
+from pointsman_lab.tasks.crosslingual import evaluation
 from pointsman_lab.tasks.crosslingual.data import floors, groups_of, load_xtreme
-from pointsman_lab.tasks.crosslingual.evaluation import answer, features
+from pointsman_lab.tasks.crosslingual.evaluation import Features, answer, features, nats_of, table
 from pointsman_lab.tasks.crosslingual.formats import Pair, Question, Tagged
-from pointsman_lab.tasks.crosslingual.scores import mean_error, resampled, score
+from pointsman_lab.tasks.crosslingual.scores import Score, mean_error, resampled, score
 from pointsman_lab.tasks.crosslingual.task import CrossLingual, TokenClassifier, submission
 from pointsman_lab.tasks.crosslingual.xtreme import PANX_TAGS
 from pointsman_lab.training.directory import RunDirectory
@@ -122,6 +125,10 @@ def test_scores_are_ratios_and_their_errors_those_of_groups() -> None:
     assert 0.02 < found.error < 0.2
     same = score("xnli", "de", pairs, given, groups_of(pairs))
     assert mean_error([found, same]) == pytest.approx(found.error)  # translations of the same items
+    apart = (Score(0.5, np.array(drawn), {}) for drawn in ([0.0, 1.0], [1.0, 0.0]))
+    assert mean_error(list(apart)) == 0, "errors that cancel out"
+    untagged = [Tagged(("a", "b", "c"), ("DET", "_", "VERB"))]
+    assert score("udpos", "en", untagged, [("DET", "X", "NOUN")], groups_of(untagged)).value == 0.5
     tagged = [Tagged(("a", "b", "c"), ("B-PER", "I-PER", "O"))]
     entity = score("panx", "en", tagged, [("B-PER", "I-PER", "B-LOC")], groups_of(tagged))
     assert entity.value == pytest.approx(2 / 3)
@@ -129,6 +136,27 @@ def test_scores_are_ratios_and_their_errors_those_of_groups() -> None:
     asked = [Question("1", "the cat sat", "who", (("cat", 4),))]
     answered = score("tydiqa", "de", asked, ["the cat"], groups_of(asked))
     assert (answered.value, answered.others["exact"]) == (1.0, 1.0)
+
+
+def test_the_transfer_is_the_mean_of_the_other_languages() -> None:
+    part = evaluation.TestPart(
+        [Pair("a", "b", "yes")], Features(Encoded((np.array([1]),), np.array([0]), 0), np.array([0])), ["a"]
+    )
+    values = {"en": 0.9, "de": 0.6, "fr": 0.3}
+    scores = {language: Score(value, np.array([value, value]), {}) for language, value in values.items()}
+    found = table(scores, dict.fromkeys(values, part))
+    assert (found["value"], found["transfer"], found["gap"]) == pytest.approx((0.6, 0.45, 0.45))
+    logits = torch.tensor([[[0.0, 0.0], [9.0, -9.0], [0.0, 0.0]]])
+    nats, count = nats_of(logits, torch.tensor([[1, -100, 0, -100]]), "tags")
+    assert (nats, count) == (pytest.approx(2 * math.log(2)), 2)
+
+
+def test_an_answer_has_thirty_pieces_at_most() -> None:
+    places = np.stack([np.arange(40), np.arange(1, 41)], 1)
+    logits = np.zeros((2, 40))
+    logits[0, 2], logits[1, 31], logits[1, 32] = 9.0, 5.0, 8.0
+    text = "".join(chr(48 + place) for place in range(40))
+    assert answer(Question("1", text, "", (("", 0),)), [(logits, places)]) == text[2:32]
 
 
 def test_translations_are_resampled_together(tmp_path: Path, pieces: Pieces, run: Path) -> None:

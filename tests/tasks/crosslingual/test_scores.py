@@ -31,6 +31,7 @@ def test_the_best_answer_counts_and_a_missing_one_scores_0() -> None:
     assert score.exact == 0
     assert score.f1 == pytest.approx((2 * 0.5 * 1 / 1.5) / 2)
     assert score_answers({"a": "The dog.", "b": "x"}, answers) == (1.0, 1.0)
+    assert score_answers({"b": "x x y"}, {"b": ["x y"]}).f1 == pytest.approx(2 * (2 / 3) / (2 / 3 + 1)), "bags of words"
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,14 @@ def test_fluctuation_is_between_the_clean_and_the_corrupted_image() -> None:
     assert not under_corruptions(net, clean, lambda *_: mixed, top_k=(2,), routing_k=2, frame=FRAME)["routing"]
 
 
+def test_the_uncertain_images_are_the_outliers(monkeypatch: pytest.MonkeyPatch) -> None:
+    sure, unsure = (Seen(torch.tensor([[top, 0.0]] * 4), torch.zeros(4, dtype=torch.int64)) for top in (9.0, 1.0))
+    seen = iter([sure, unsure])
+    monkeypatch.setattr("pointsman_lab.tasks.images.shifts.look", lambda *_: next(seen))
+    [found] = on_outliers(model(), part(4), part(4), classes=None, top_k=(2,), frame=FRAME)["results"]
+    assert (found["aupr"], found["auroc"], found["fpr95"]) == (1.0, 1.0, 0.0)
+
+
 def test_outliers_have_low_confidence() -> None:
     net, inliers = model(), part()
     found = on_outliers(net, inliers, part(10), classes=None, top_k=(2,), frame=FRAME)

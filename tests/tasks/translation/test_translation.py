@@ -272,8 +272,9 @@ def test_wmt_has_an_english_side_for_each_language(tmp_path: Path) -> None:
     assert "hi: 1 training pairs with an empty side left out, test newstest2018.hi-en" in text.description
     assert list(open_parallel(f"wmt:{folder}:from=hi+fr").parts["test"]) == ["hi", "fr"]
     config = preset("tiny-mt", data=f"wmt:{folder}").with_overrides({"pieces": 27, "batch_size": 20})
-    task = pretraining_task(config)
-    batches: Any = task.batches(config, torch.device("cpu"))
+    task: Any = pretraining_task(config)
+    batches = task.batches(config, torch.device("cpu"))
+    assert [task._budget(tokens, "test") for tokens in (None, 120, 5)] == [None, 2, 1], "of each of three languages"
     assert batches.steps_per_epoch == 26
     drawn = np.concatenate([batches.places(step) for epoch in range(3) for step in range(26 * epoch, 26 * epoch + 26)])
     counts = np.histogram(drawn, [0, 100, 500, 520])[0] / len(drawn)
