@@ -204,7 +204,6 @@ CHANGED_ELSEWHERE = {
     "models.huggingface.reading": "the settings of a Hugging Face model, without its code",
     "cli.export": "a scratch folder, whose files take the places of an earlier export's",
     "cli.hf": "a Hugging Face model into --out, which holds no run",
-    "cli.compress": "the same",
     "checkpoints.audit.result": "a name of its own in --out",
     "hf.loading": "a Hugging Face model that the user names, without its code",
     "checkpoints.on_disk": "the same",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from pointsman._errors import RunError
@@ -70,6 +71,37 @@ def test_a_model_that_cannot_be_saved_is_told_where_no_folder_was_made(tmp_path:
     with pytest.raises(RunError, match="transformers cannot save this Refuses"):
         save(Refuses(), tmp_path / "own")
     assert [one.name for one in tmp_path.iterdir()] == ["own"]
+
+
+def test_a_full_disk_leaves_nothing_and_the_same_command_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zoo.tiny_model("mixtral").save_pretrained(tmp_path / "stock")
+    words = ["hf", "replace", str(tmp_path / "stock"), "--router", "smoe", "--out", str(tmp_path / "out")]
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.modeling_utils.safe_save_file", full)
+        assert main(words) == 2
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert told.startswith(f"pointsman: {tmp_path / 'out'}: the model was not written: Error while serializing")
+    assert not (tmp_path / "out").exists()
+    for rename in (0, 1, 2):  # killed at one of the first three, the last of which is that of the weights
+
+        def killed(file: Path, target: Path, left: list[int] = [rename]) -> Path:  # noqa: B006
+            if not left[0]:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            return file.rename(target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", killed)
+            assert main(words) == 130
+        assert not [*(tmp_path / "out").glob("*.safetensors")]
+    assert main(words) == 0
+    assert {one.name for one in (tmp_path / "out").iterdir()} >= {"config.json", "model.safetensors"}
 
 
 def test_upcycle(tmp_path: Path) -> None:

@@ -71,8 +71,6 @@ def run(words: Sequence[str]) -> int:
 
     if values.method not in METHODS:
         raise RunError(f"pointsman compress: --method {values.method!r}: {did_you_mean(values.method, METHODS)}")
-    from pointsman_lab._files import write_whole
-
     model, tokenizer = load_model(values.model, dtype=values.dtype, device=device), tokenizer_of(values)
     found = compress(
         model, tokenizer, texts, experts=values.experts, method=values.method, uneven=values.uneven,
@@ -81,10 +79,7 @@ def run(words: Sequence[str]) -> int:
         random=values.random, heal=values.heal, note=lambda told: print(f"pointsman: {told}", file=sys.stderr),
     )  # fmt: skip
     print(found.markdown())
-    save(found.model, Path(values.out))
-    tokenizer.save_pretrained(values.out)
-    told = {"source": values.model, **found.to_dict()}
-    write_whole(Path(values.out) / RECORD, json.dumps(told, allow_nan=False) + "\n")
-    write_whole(Path(values.out) / "compression.md", found.markdown())
+    told = json.dumps({"source": values.model, **found.to_dict()}, allow_nan=False) + "\n"
+    save(found.model, Path(values.out), tokenizer, **{RECORD: told, "compression.md": found.markdown()})
     print(values.out)
     return 0

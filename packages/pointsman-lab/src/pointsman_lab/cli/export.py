@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from pointsman._errors import RunError
 from pointsman_lab._values import printable
 from pointsman_lab.cli.options import Parser, refuse_runs, whole
 from pointsman_lab.registry import trains
+from pointsman_lab.runs.paths import CONFIG
 
 EPILOG = """examples:
   pointsman export runs/hyper --out hyper
@@ -71,10 +73,39 @@ def load(values: argparse.Namespace) -> Any:
     return load_run(values.run, note=lambda message: print(printable(message), file=sys.stderr))
 
 
+@contextmanager
+def model_folder(out: Path) -> Iterator[Path]:
+    """A new folder for the files of a model of transformers, which take their places in `out` at the end, or none does.
+
+    Raises:
+        RunError: what the disk refuses.
+    """
+    from safetensors import SafetensorError
+
+    from pointsman_lab._files import scratch_folder
+
+    existed = out.exists()
+    try:
+        with scratch_folder(out) as scratch:  # new, so that no link in `out` is written through
+            yield scratch
+            for old in out.glob("model*.safetensors*"):  # weights in other parts would be read beside the new ones
+                old.unlink()
+            for file in sorted(
+                scratch.iterdir(), key=lambda file: (file.suffix == ".safetensors", file.name == CONFIG)
+            ):
+                file.replace(out / file.name)  # in this order a command that was killed may be given again
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{out}: the model was not written: {getattr(error, 'strerror', None) or error}") from None
+    finally:
+        if not existed:
+            with suppress(OSError):  # where it holds something
+                out.rmdir()
+
+
 def huggingface(values: argparse.Namespace) -> int:
     """Writes a model of transformers with its tokenizer."""
     from pointsman.routers.frame.router import check_top_k
-    from pointsman_lab._files import scratch_folder, within
+    from pointsman_lab._files import within
 
     out = values.out or within(values.run, "export")
     refuse_runs(out, unless=("generation_config.json", "tokenizer.json"))
@@ -87,16 +118,9 @@ def huggingface(values: argparse.Namespace) -> int:
 
     theirs.generation_config.eos_token_id = theirs.config.eos_token_id = saved.vocabulary.end_id
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        with scratch_folder(out) as scratch:  # new, so that no link in `out` is written through
-            theirs.save_pretrained(scratch)
-            save_tokenizer(saved.vocabulary, scratch)
-            for old in out.glob("model*.safetensors*"):  # weights in other parts would be read beside the new ones
-                old.unlink()
-            for file in sorted(scratch.iterdir(), key=lambda file: file.name == "config.json"):  # last, as above
-                file.replace(out / file.name)
-    except OSError as error:
-        raise RunError(f"{out}: the model was not written: {error.strerror or error}") from None
+    with model_folder(out) as scratch:
+        theirs.save_pretrained(scratch)
+        save_tokenizer(saved.vocabulary, scratch)
     print(f"{type(theirs).__name__}, k = {top_k}", file=sys.stderr)
     print(out)
     return 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
+from pointsman_lab._files import write_whole
+from pointsman_lab.cli.export import model_folder
 from pointsman_lab.cli.options import Parser, choose_device, number_from, refuse_runs, whole
 from pointsman_lab.runs.record import read_object
 
@@ -81,9 +82,7 @@ def run(words: Sequence[str]) -> int:
     except RunError as error:
         tokenizer = None
         print(f"pointsman: without a tokenizer: {error}", file=sys.stderr)
-    save(model, values.out)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(values.out)
+    save(model, values.out, tokenizer)
     print(values.out)
     return 0
 
@@ -99,20 +98,21 @@ def changed(action: str, model: Any, values: Any) -> Any:
     return hf.upcycle(model, values.experts, top_k=values.top_k, router=values.router, noise=values.noise)
 
 
-def save(model: Any, out: Path) -> None:
-    """Writes the model, or nothing where transformers cannot (RunError)."""
-    existed, before = out.exists(), set(out.glob("*"))
-    try:
-        model.save_pretrained(out)
-    except (RuntimeError, ValueError) as error:
-        for path in set(out.glob("*")) - before:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        if not existed and out.exists():
-            out.rmdir()
-        raise RunError(
-            f"--out {out}: transformers cannot save this {type(model).__name__} ({str(error).partition(chr(10))[0]}); "
-            "if the weights of MODEL are quantized, as FP8, take those in bf16"
-        ) from None
+def save(model: Any, out: Path, tokenizer: Any = None, **files: str) -> None:
+    """Writes the model, its tokenizer and other files, or nothing where transformers or the disk cannot (RunError)."""
+    with model_folder(out) as scratch:
+        try:
+            model.save_pretrained(scratch)
+        except (RuntimeError, ValueError) as error:
+            why = str(error).partition("\n")[0]
+            raise RunError(
+                f"--out {out}: transformers cannot save this {type(model).__name__} ({why}); "
+                "if the weights of MODEL are quantized, as FP8, take those in bf16"
+            ) from None
+        if tokenizer is not None:
+            tokenizer.save_pretrained(scratch)
+        for name, text in files.items():
+            write_whole(scratch / name, text)
 
 
 def check_out(out: Path, model: str, record: str = "") -> None:
