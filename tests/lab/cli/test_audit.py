@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from pointsman._errors import RunError
@@ -214,6 +215,21 @@ def test_classes_that_read_experts_from_outside_are_not_left_on_the_disk(family:
 
     zoo.tiny_model(family).save_pretrained(tmp_path / "model")
     with pytest.raises(RunError, match="does not run with its experts on the disk"):
+        load_on_disk(str(tmp_path / "model"), tmp_path / "experts")
+
+
+def test_no_room_for_experts_on_the_disk_is_told_with_the_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pointsman_lab.checkpoints.on_disk import load_on_disk
+    from tests.library.hf import zoo
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    zoo.tiny_model("mixtral").save_pretrained(tmp_path / "model")
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", full)
+    with pytest.raises(RunError, match=f"{tmp_path / 'experts'}: no space for the experts of .*; set TMPDIR"):
         load_on_disk(str(tmp_path / "model"), tmp_path / "experts")
 
 

@@ -38,7 +38,12 @@ def load_on_disk(name: str, folder: Path, *, dtype: str = "auto") -> Any:
     given: dict[str, Any] = {"device_map": places, "offload_folder": str(folder), "trust_remote_code": False}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The following device_map keys do not match any submodules")  # but tensors
-        model = whole_model(name, lambda: factory.from_pretrained(name, dtype=dtype, **INFORMED, **given))
+        try:
+            model = whole_model(name, lambda: factory.from_pretrained(name, dtype=dtype, **INFORMED, **given))
+        except RunError as error:
+            if "No space left" in str(error):
+                raise RunError(f"{folder}: no space for the experts of {name}; set TMPDIR to another folder") from None
+            raise
     try:
         with torch.no_grad():
             model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
