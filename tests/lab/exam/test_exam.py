@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from pointsman import Routing
 from pointsman._errors import RunError, Stopped
 from pointsman.routers.frame.registry import ROUTERS, parse_spec
 from pointsman_lab._files import write_whole
@@ -19,14 +20,14 @@ from pointsman_lab.cli.exam import parser, plan_of
 from pointsman_lab.cli.main import main
 from pointsman_lab.data.catalog import data_folder
 from pointsman_lab.exam import cell as cells_module
-from pointsman_lab.exam.card import Card, write_card
+from pointsman_lab.exam.card import Card, level, write_card
 from pointsman_lab.exam.cell import chosen, fill, read_cell, variants
 from pointsman_lab.exam.exam import ALWAYS, Plan, collect, examine, written_record
-from pointsman_lab.exam.run import adjusted_mutual_information, rate_at, run
-from pointsman_lab.exam.scores import QUICK, TASKS, difference, scores, tasks
+from pointsman_lab.exam.run import adjusted_mutual_information, experts_per_token, heaviest, rate_at, run, used
+from pointsman_lab.exam.scores import QUICK, TASKS, difference, regret, scores, tasks
 from pointsman_lab.exam.sequences import Sources, language_bytes
 from pointsman_lab.exam.student import Student
-from pointsman_lab.exam.task import BLOCK, Task, applied
+from pointsman_lab.exam.task import BLOCK, Batch, Task, applied
 from pointsman_lab.progress import Quiet
 from pointsman_lab.runs import imports
 
@@ -60,11 +61,28 @@ def test_mutual_information_is_that_of_sklearn(shape: tuple[int, int]) -> None:
     from sklearn.metrics import adjusted_mutual_info_score
 
     draw = np.random.default_rng(0)
-    first, second = draw.integers(shape[0], size=500), draw.integers(shape[1], size=500)
-    second = np.where(draw.random(500) < 0.5, first % shape[1], second)
-    counts = np.zeros(shape, dtype=np.int64)
-    np.add.at(counts, (first, second), 1)
-    assert adjusted_mutual_information(counts) == pytest.approx(adjusted_mutual_info_score(first, second), abs=1e-9)
+    for count in (500, 12):
+        first, second = draw.integers(shape[0], size=count), draw.integers(shape[1], size=count)
+        second = np.where(draw.random(count) < 0.5, first % shape[1], second)
+        counts = np.zeros(shape, dtype=np.int64)
+        np.add.at(counts, (first, second), 1)
+        assert adjusted_mutual_information(counts) == pytest.approx(adjusted_mutual_info_score(first, second), abs=1e-9)
+
+
+def test_measures_by_hand() -> None:
+    experts = torch.tensor([[2, 0], [-1, 1], [-1, -1], [0, 1], [0, -1]])
+    weights = torch.tensor([[0.4, 0.6], [9.0, 0.1], [9.0, 9.0], [0.7, 0.3], [0.5, 9.0]])
+    routing = Routing(experts, weights, torch.ones(5, 8) / 8, torch.zeros(5, 8))
+    assert heaviest(routing).tolist() == [0, 1, 8, 0, 0]
+    assert experts_per_token(routing) == pytest.approx(6 / 5)
+    loads = torch.tensor([50, 30, 2, 3, 15])  # a fifth of an equal share: 4
+    many = torch.arange(5).repeat_interleave(loads)[:, None]
+    assert used(Routing(many, torch.ones(100, 1), torch.ones(100, 5) / 5, torch.zeros(100, 5))) == 3
+    two = torch.tensor([[[1.0], [3.0]]])
+    batch = Batch(two, two, two, two, two, torch.tensor([[1.0, 3.0]]), two)
+    assert TASKS["clusters"].value(torch.zeros(1, 2, 1), batch) == pytest.approx(28 / 3)  # about a mean of 2.5
+    assert TASKS["drift"].judge({300: 9.0, 330: 1.0, 600: 3.0}) == 2.0
+    assert [level(score) for score in (0.19, 0.2, 0.95)] == [0, 1, 5]
 
 
 def test_maps_are_applied_to_the_rows_that_name_them() -> None:
@@ -159,6 +177,7 @@ def test_the_rate_decays_in_each_cycle() -> None:
     assert rate_at(task, 150) == pytest.approx(0.5)
     assert rate_at(task, 299) < 1e-3 < rate_at(task, 320)
     assert rate_at(TASKS["drift"], 440) == 1
+    assert rate_at(TASKS["drift"], 599) < 1e-3
 
 
 def test_the_rate_is_chosen_on_seeds_of_its_own() -> None:
@@ -255,6 +274,8 @@ def test_a_score_is_paired_by_seed() -> None:
     assert scores(cells, "clusters", "smoe") == {0: 0.5, 1: 1.0}
     assert scores(cells, "clusters", "xmoe") == {0: 0.5}
     assert difference(cells, "clusters", "smoe", "xmoe").values == [0.0]
+    assert regret(cells, "clusters", "smoe") == {0: 0.5, 1: 0.0}
+    assert regret(cells, "clusters", "xmoe") == {0: 0.5}
 
 
 def test_a_strangers_exam_is_shown_and_obeyed_by_no_terminal(
