@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
+
 import pytest
 
-from tools.exam import ROOT, results, spearman, text
+from pointsman_lab.exam.card import Card
+from tests.lab.report.fixtures import quality, write_comparison
+from tools.exam import DRAWS, ROOT, correlations, results, spearman, text
 
 
 @pytest.mark.parametrize(
@@ -31,6 +36,25 @@ def test_the_page_says_what_the_figures_say() -> None:
     assert "- `clusters`: `smoe` with 0.80 ± 0.00 (mutual information 0.900). Worse: 2 of the 2 others." in page
     assert "| `soft` | refused |" in page
     assert "Too few routers are in both" in page
+
+
+def test_the_interval_of_a_correlation_leaves_out_a_fortieth_of_the_draws_at_each_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    values = {"oracle": 0.0, "plain": 1.0, "smoe": 0.2, "xmoe": 0.5, "switch": 0.6, "relu": 0.7, "top-p": 0.8}
+    cells = {("clusters", row): {"runs": {"0": {"value": value}}} for row, value in values.items()}
+    numbers = itertools.count()
+    monkeypatch.setattr("tools.exam.spearman", lambda pairs: float(next(numbers)))
+    card = Card(["clusters"], cells, list(values))
+    [(*_, low_to_high, count, apart)] = correlations(card, {"models": dict.fromkeys(values, 1.0)})
+    assert (low_to_high, count, apart) == ((DRAWS / 40, DRAWS * 39 / 40 - 1), 5, True)
+
+
+def test_figures_at_two_experts_count(tmp_path: Path) -> None:
+    write_comparison(tmp_path / "both", ("smoe",), (0,), top_k=(1, 2))
+    write_comparison(tmp_path / "other", ("smoe",), (0,), top_k=(1, 4))
+    one, two, four = (quality("smoe", k, 0) for k in (1, 2, 4))
+    assert results(tmp_path) == {"both": {"smoe": -two}, "other": {"smoe": pytest.approx(-(one + four) / 2)}}
 
 
 def test_figures_of_trained_models_are_found() -> None:

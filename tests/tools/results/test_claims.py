@@ -22,6 +22,7 @@ from tests.lab.report.fixtures import write_comparison, write_finetuning, write_
 from tools.results import claims
 from tools.results.claims import Page
 from tools.results.claims_file import CLAIMS
+from tools.results.inference import Prior
 from tools.results.measures import DIAGNOSED, Measure
 
 
@@ -120,6 +121,8 @@ def test_a_primary_verdict_says_what_a_plain_t_test_would(folder: Path) -> None:
     assert one.plain is not None
     assert one.plain.spread == (pytest.approx(statistics.stdev(one.values)), 2), "its own, and not moderated"
     assert one.judged.spread != one.plain.spread
+    every = [one, *others]
+    assert one.judged.prior == Prior.of([statistics.variance(each.values) for each in every], [2] * 3)
     assert all(other.plain is not None for other in others)
     assert replace(one, plain=replace(one.plain, p=0.01)).verdict_text == "**holds**"
     assert replace(one, plain=replace(one.plain, p=0.2)).verdict_text == "**holds**; by a plain t-test undecided"
@@ -355,6 +358,28 @@ def test_figures_of_shifted_images(folder: Path) -> None:
     assert Measure("moved", 1).of(comparison, "ahead") == of("moved"), "recorded at the k of training alone"
     assert Measure("outliers", 1).of(comparison, "ahead") == {}, "it has routers: its figures hold at their own k"
     assert Measure("mixed entropy").of(comparison, "ahead") == Measure("entropy").of(comparison, "ahead")
+    file = folder / "tiny/runs/ahead/seed-2/evaluation.json"
+    record = json.loads(file.read_text())
+    record["results"][0]["routers"] = {
+        name: {"entropy": 2.0, "mixed_entropy": value} for name, value in zip("ab", (1, 2), strict=True)
+    }
+    file.write_text(json.dumps(record))
+    assert Measure("mixed entropy").of(read_comparison(folder / "tiny"), "ahead")[2] == 1.5
+    twice = {**outliers, "results": [{"top_k": k, "aupr": k / 10} for k in (1, 4)], "protocol": {"top_k": [1, 4]}}
+    (folder / "tiny/runs/ahead/seed-2/robust-o.json").write_text(json.dumps(twice))
+    assert Measure("outliers").of(read_comparison(folder / "tiny"), "ahead") == {2: 40.0}, "at the largest k"
+
+
+def test_an_attack_is_what_it_adds_to_the_clean_figure(folder: Path) -> None:
+    row = {"split": "test", "metric": "bits_per_character", "top_k": 1}
+    attack = {"kind": "word", "rate": 0.1, "seed": 0, "word": "AAA"}
+    results = [{**row, "value": 2.0}, {**row, "value": 2.75, "attack": attack}]
+    file = folder / "tiny/runs/ahead/seed-1/attacks-word-enwik8-test.json"
+    file.write_text(json.dumps({"protocol": {}, "results": results}))
+    comparison = read_comparison(folder / "tiny")
+    assert Measure("attack", 1).of(comparison, "ahead") == {1: 0.75}
+    assert Measure("attacked", 1).of(comparison, "ahead") == {1: 2.75}
+    assert Measure("attack", 1, rate=0.2).of(comparison, "ahead") == {}
 
 
 @pytest.mark.parametrize("kind", ["c", "o", "pgd", "hard"])

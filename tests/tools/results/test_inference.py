@@ -63,6 +63,13 @@ def test_moderation_finds_the_prior_it_was_drawn_from() -> None:
     assert variance == pytest.approx((prior.freedom * prior.variance + d * 3.0) / freedom)
 
 
+def test_the_prior_of_few_variances_by_hand() -> None:
+    prior = Prior.of(variances := [0.1, 1.0, 10.0, 4.0], [3] * 4)
+    logs = np.log(variances) - special.digamma(1.5) + np.log(1.5)
+    assert special.polygamma(1, prior.freedom / 2) == pytest.approx(logs.var(ddof=1) - special.polygamma(1, 1.5))
+    assert prior.moderate(1.0, 30)[1] == 12, "never more than all of them have together"
+
+
 def test_variances_that_differ_by_chance_alone_are_pooled() -> None:
     prior = Prior.of([1.0, 1.1, 0.9, 1.0, 1.05], [4] * 5)
     assert math.isinf(prior.freedom)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from pointsman._errors import RunError
 from pointsman_lab.report.figures import _apart
 from tests.lab.report.fixtures import write_comparison, write_run
 from tools.results.claims_file import CLAIMS
-from tools.results.trends import read_trends, write_trends
+from tools.results.trends import _drawn, read_trends, write_trends
 
 GRIDS = """
 [grids.short]
@@ -64,6 +65,12 @@ def test_a_gap_against_a_setting(folder: Path) -> None:
     assert "![Gap against length](pictures/length.svg)\n\nSeeds: 3 at each point.\n" in page
     assert (folder / "pictures" / "length.svg").read_bytes().startswith(b"<?xml")
     assert all(len(line) <= 120 for line in page.splitlines())
+
+
+def test_a_bar_is_the_interval_of_its_mean_alone() -> None:
+    half = 4.302653 * 0.2 / math.sqrt(3)
+    assert _drawn(5, [1.0, 1.2, 1.4]) == pytest.approx({"x": 5, "y": 1.2, "low": 1.2 - half, "high": 1.2 + half})
+    assert _drawn(5, [1.0, 1.2]) == {"x": 5, "y": 1.1}
 
 
 def test_seeds_are_told_where_they_differ(folder: Path) -> None:
