@@ -1,8 +1,8 @@
 """A paired comparison of routers: one directory that grows by rows and seeds.
 
-Every run of a comparison has the same data in the same order, the same initial weights outside the router, the same
-dropout masks (steps seed the generator from (seed, step)), the same schedule of k and the same kernels. One seed is
-trained for all routers before the next.
+Every run of a comparison has the same data in the same order, the same schedule of k and the same kernels. Runs of one
+seed have the same dropout masks (steps seed the generator from (seed, step)) and, outside the router and where shapes
+agree, the same initial weights. One seed is trained for all routers before the next.
 """
 
 from __future__ import annotations
