@@ -49,6 +49,10 @@ class Steps:
             end = self._now()
         return {"total": (end - start) / STEPS}
 
+    def step(self) -> None:
+        with using(self.kernels):
+            self.state.train_step()
+
     def launches(self) -> dict[str, float]:
         """How many kernels and copies one step starts on the device, and the share of its time in which none runs."""
         if self.device.type != "cuda":

@@ -135,18 +135,15 @@ def test_products_with_units(activation: str, gated: bool, dropout: float, dtype
     u, g, h = fused.up(hidden, w_in, w_gate if gated else None, where, k, setting)
     rows = hidden[order // k].double()
     tolerance = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
-    for found, weights in ((u, w_in), (g, w_gate)):
+    for found, weights, biases in ((u, w_in, b_in), (g, w_gate, b_gate)):
         if found is not None:
-            exact = torch.einsum("rd,rhd->rh", rows, weights[of_rows].double())
+            exact = torch.einsum("rd,rhd->rh", rows, weights[of_rows].double()) + bias * biases[of_rows].double()
             torch.testing.assert_close(found[:kept].double(), exact, **tolerance)
     mask = masks(where, tokens, k, width, dropout, seed)[:kept].double()
     leaf = u[:kept].double().requires_grad_()
     leaf_gate = leaf if g is None else g[:kept].double().requires_grad_()
-    biased, biased_gate = (
-        (leaf + b_in[of_rows].double(), leaf_gate + b_gate[of_rows].double()) if bias else (leaf, leaf_gate)
-    )
     act = ACTIVATIONS[activation]
-    expected = mask * (act(biased_gate) * biased if gated else act(biased))
+    expected = mask * (act(leaf_gate) * leaf if gated else act(leaf))
     torch.testing.assert_close(h[:kept].double(), expected, **tolerance)
     d_up, d_gate, weighted, d_weight = fused.inner(gradient, w_out, u, g, weight, where, setting)
     q = torch.einsum("rd,rdh->rh", gradient[order // k].double(), w_out[of_rows].double())

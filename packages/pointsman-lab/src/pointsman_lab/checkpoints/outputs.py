@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pointsman.hf.experts import SingleExpert
 from pointsman.hf.gates import Gate
 
-SETTINGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
+SETTINGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
 def why_unreadable(gate: Gate) -> str | None:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman_lab.models.attention import Attention
@@ -79,6 +80,10 @@ class RootMeanSquareNorm(nn.RMSNorm):
     """x / sqrt(mean x^2 + eps) * weight, with a role."""
 
     role = "norm"
+
+    def forward(self, x: Tensor) -> Tensor:
+        # under autocast in the dtype of x: of two dtypes torch has no fused norm
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class Decoder(LanguageModel[DecoderConfig]):

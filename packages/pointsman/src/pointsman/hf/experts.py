@@ -42,13 +42,17 @@ def register() -> None:
 def activation_of(experts: Any) -> str | None:
     """The name of the activation; None if the experts are not act(gate) * up in the plain layout."""
     plain = experts.has_gate and experts.is_concatenated and not experts.is_transposed and not experts.has_bias
-    plain = plain and not experts.has_post_expert_norm
+    plain = plain and not _normed(experts)
     if not plain or type(experts)._apply_gate is not huggingface._default_apply_gate:
         return None
     name = ACTIVATIONS.get(type(experts.act_fn))
     if name == "gelu" and getattr(experts.act_fn, "approximate", "none") != "none":
         return None
     return name
+
+
+def _normed(experts: Any) -> bool:
+    return getattr(experts, "has_post_expert_norm", False)  # older versions of transformers have none
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -65,7 +69,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     if activation is None and (not on_cpu or torch.compiler.is_exporting()):
         output: Tensor = huggingface.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return output
-    if self._is_expert_parallel:  # an index from num_experts on means an expert of another process
+    if getattr(self, "_is_expert_parallel", True):  # an index from num_experts on means an expert of another process
         top_k_index = top_k_index.masked_fill(top_k_index >= self.num_experts, -1)
     weights = top_k_weights.reshape(top_k_index.shape)
     if activation is None and len(hidden_states) == 1:
@@ -115,7 +119,7 @@ class SingleExpert:
         up = _linear(rows, self.first[expert], self.biases[0], expert, experts.is_transposed)
         units = experts._apply_gate(up) if experts.has_gate else experts.act_fn(up)
         result = _linear(units, self.second[expert], self.biases[1], expert, experts.is_transposed)
-        return experts.post_expert_norm(result) if experts.has_post_expert_norm else result
+        return experts.post_expert_norm(result) if _normed(experts) else result
 
 
 def _linear(rows: Tensor, weight: Tensor, biases: tuple[Tensor, ...] | None, expert: int, transposed: bool) -> Tensor:

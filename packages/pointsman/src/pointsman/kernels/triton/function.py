@@ -1,7 +1,7 @@
 """All experts at once on Triton kernels, forward and backward, as two custom operators.
 
-Forward keeps u (and g) alone: W_in x, before biases and activation. Backward draws masks and computes hidden units
-again inside its first product; the gradient of a combine weight is h . W_out' dy, so that outputs are not kept.
+Forward keeps u (and g) alone: W_in x with the bias, before the activation. Backward draws masks and computes hidden
+units again inside its first product; the gradient of a combine weight is h . W_out' dy, so that outputs are not kept.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def backward(
     with torch.cuda.device_of(hidden):
         hidden, weight, gradient = hidden.contiguous(), weight.contiguous(), gradient.contiguous()
         where, k, gated = Sorted(order, row, row_expert, ends), weight.shape[1], gate if w_gate is not None else None
-        setting = Setting(activation, dropout, seed, b_in, b_gate)
+        setting = Setting(activation, dropout, seed)
         d_up, d_gate, weighted, d_weight = fused.inner(gradient, w_out, up, gated, weight, where, setting)
         found: list[Tensor | None] = [None, d_weight, None, None, None, None, None]
         if want[3]:

@@ -1,10 +1,11 @@
 """Products with the units' work at their ends: biases, activation, gate and dropout before a tile leaves the registers.
 
-Forward: u (and g) = x W_in', h = drop(act(…)), x read through `order`. Backward: q = dy W_out, dy read through `order`,
-which itself is never stored: from its tile follow the gradients of u and g, the weighted units, and a part of h . q.
+Forward: u (and g) = x W_in' + b, h = drop(act(…)), x read through `order`. Backward: q = dy W_out, dy read through
+`order`, which itself is never stored: from its tile follow the gradients of u and g, the weighted units, and a part of
+h . q.
 Shapes: S rows sorted by expert, H units, D wide.
 
-h = drop(act(u + b_in)), gated h = drop(act(g + b_gate) (u + b_in)), [S, H] for S rows sorted by expert. Which units are
+h = drop(act(u)), gated h = drop(act(g) u), [S, H] for S rows sorted by expert. Which units are
 dropped follows from (seed, assignment, unit) alone: the mask takes no memory, backward draws it again, and an
 assignment's mask does not depend on how others are routed.
 """
@@ -75,13 +76,13 @@ def kept(seed_ptr, slot, first, rate, scale, BR: tl.constexpr, BH: tl.constexpr)
 
 
 class Setting(NamedTuple):
-    """What is computed: biases come both or none; `seed` [1] int64 of the dropout masks."""
+    """What is computed: biases, of forward alone, come both or none; `seed` [1] int64 of the dropout masks."""
 
     activation: str
     dropout: float
     seed: Tensor
-    b_in: Tensor | None
-    b_gate: Tensor | None
+    b_in: Tensor | None = None
+    b_gate: Tensor | None = None
 
     @property
     def numbers(self) -> tuple[float, float]:
@@ -96,7 +97,7 @@ def up_kernel(
     E: tl.constexpr, EP: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, DROP: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """u, g [S, H] before biases, and h, from x [tokens, D] and weights [E, H, D]."""
+    """u, g [S, H] with biases, and h, from x [tokens, D] and weights [E, H, D]."""
     expert, start, end, column = tile_of(ends_ptr, rows, columns, E, EP, BM)
     if expert >= E:
         return
@@ -128,17 +129,17 @@ def up_kernel(
     at_out = row[:, None].to(tl.int64) * H + n[None, :]
     of_expert = expert.to(tl.int64) * H + n
     kind = out_ptr.dtype.element_ty
+    if BIAS:  # before rounding, which then changes no sign
+        up += tl.load(up_bias_ptr + of_expert, mask=n < H, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            gate += tl.load(gate_bias_ptr + of_expert, mask=n < H, other=0.0).to(tl.float32)[None, :]
     up = up.to(kind)  # as it is stored, and as backward will see it
     tl.store(up_ptr + at_out, up, mask=mask)
     up = up.to(tl.float32)
-    if BIAS:
-        up += tl.load(up_bias_ptr + of_expert, mask=n < H, other=0.0).to(tl.float32)[None, :]
     if GATED:
         gate = gate.to(kind)
         tl.store(gate_ptr + at_out, gate, mask=mask)
         gate = gate.to(tl.float32)
-        if BIAS:
-            gate += tl.load(gate_bias_ptr + of_expert, mask=n < H, other=0.0).to(tl.float32)[None, :]
     value = hidden(up, gate, ACT, GATED)
     if DROP:
         value = value * kept(seed_ptr, slot, first, rate, scale, BM, BN)
@@ -147,9 +148,9 @@ def up_kernel(
 
 @triton.jit
 def inner_kernel(
-    dy_ptr, w_ptr, up_ptr, gate_ptr, up_bias_ptr, gate_bias_ptr, weight_ptr, order_ptr, ends_ptr, seed_ptr,
+    dy_ptr, w_ptr, up_ptr, gate_ptr, weight_ptr, order_ptr, ends_ptr, seed_ptr,
     d_up_ptr, d_gate_ptr, units_ptr, parts_ptr, D, H, stride_e, K, rate, scale, rows, columns,
-    E: tl.constexpr, EP: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, DROP: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, DROP: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """From dy [tokens, D] and W_out [E, D, H] the weighted gradients of u and g, the weighted units, all [S, H], and
@@ -169,19 +170,14 @@ def inner_kernel(
     inner = accumulated(inner, dy_ptrs, w_ptrs, inside, n < H, D, H, PRECISION, BK)
     mask = inside[:, None] & (n[None, :] < H)
     at = row[:, None].to(tl.int64) * H + n[None, :]
-    of_expert = expert.to(tl.int64) * H + n
     weight = tl.load(weight_ptr + slot, mask=inside, other=0.0).to(tl.float32)[:, None]
     up = tl.load(up_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    if BIAS:
-        up += tl.load(up_bias_ptr + of_expert, mask=n < H, other=0.0).to(tl.float32)[None, :]
     if DROP:
         mask_of_units = kept(seed_ptr, slot, first, rate, scale, BM, BN)
         inner = inner * mask_of_units
     gate = up
     if GATED:
         gate = tl.load(gate_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        if BIAS:
-            gate += tl.load(gate_bias_ptr + of_expert, mask=n < H, other=0.0).to(tl.float32)[None, :]
     units, d_up, d_gate = through(inner, up, gate, ACT, GATED)
     kind = units_ptr.dtype.element_ty
     tl.store(d_up_ptr + at, (d_up * weight).to(kind), mask=mask)
@@ -195,10 +191,6 @@ def inner_kernel(
     tl.store(units_ptr + at, weighted.to(kind), mask=mask)
 
 
-def _given(setting: Setting, gated: bool) -> tuple[int, bool, bool, bool]:
-    return ACTIVATIONS[setting.activation], gated, setting.b_in is not None, setting.dropout > 0
-
-
 def _plain(weight: Tensor) -> Tensor:
     """Weights [E, A, N] with each expert's contiguous; halves of a fused tensor stay views."""
     return weight if weight.stride()[1:] == (weight.shape[2], 1) else weight.contiguous()
@@ -207,7 +199,7 @@ def _plain(weight: Tensor) -> Tensor:
 def up(
     rows: Tensor, w_in: Tensor, w_gate: Tensor | None, where: Sorted, k: int, setting: Setting
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """rows [tokens, D], weights [E, H, D]: u, g before biases, and h, all [S, H]; undefined where dropped."""
+    """rows [tokens, D], weights [E, H, D]: u, g and h, all [S, H]; undefined where dropped."""
     slots, (experts, width, dim) = where.order.numel(), w_in.shape
     w_in, other = _plain(w_in), w_in if w_gate is None else _plain(w_gate)
     u, h = rows.new_empty(slots, width), rows.new_empty(slots, width)
@@ -218,8 +210,8 @@ def up(
     up_kernel[tiles[0] * tiles[1],](
         rows, w_in, other, u if b_in is None else b_in, u if b_gate is None else b_gate, where.order, where.ends,
         setting.seed, u, u if g is None else g, h, dim, width, w_in.stride(0), other.stride(0), k, *setting.numbers,
-        *tiles, experts, power_of_2(experts + 1), *_given(setting, g is not None), precision(rows),
-        **t.options, **FUSED,
+        *tiles, experts, power_of_2(experts + 1), ACTIVATIONS[setting.activation], g is not None,
+        b_in is not None, setting.dropout > 0, precision(rows), **t.options, **FUSED,
     )  # fmt: skip
     return u, g, h
 
@@ -236,11 +228,10 @@ def inner(
     t = tile_for("inner" if g is None else "gated inner", u.dtype, slots // experts, major_capability(u.device))
     tiles = triton.cdiv(slots, t.rows) + experts, triton.cdiv(width, t.columns)
     parts = u.new_zeros(slots, tiles[1], dtype=torch.float32)  # dropped assignments have no row, and no gradient
-    b_in, b_gate = setting.b_in, setting.b_gate
     inner_kernel[tiles[0] * tiles[1],](
-        gradient, w_out, u, u if g is None else g, u if b_in is None else b_in, u if b_gate is None else b_gate, weight,
-        where.order, where.ends, setting.seed, d_up, u if d_gate is None else d_gate, weighted, parts,
-        dim, width, w_out.stride(0), weight.shape[1], *setting.numbers,
-        *tiles, experts, power_of_2(experts + 1), *_given(setting, g is not None), precision(u), **t.options, **FUSED,
+        gradient, w_out, u, u if g is None else g, weight, where.order, where.ends, setting.seed,
+        d_up, u if d_gate is None else d_gate, weighted, parts, dim, width, w_out.stride(0), weight.shape[1],
+        *setting.numbers, *tiles, experts, power_of_2(experts + 1), ACTIVATIONS[setting.activation], g is not None,
+        setting.dropout > 0, precision(u), **t.options, **FUSED,
     )  # fmt: skip
     return d_up, d_gate, weighted, parts.sum(1).view_as(weight).to(weight.dtype)
