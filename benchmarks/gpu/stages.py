@@ -195,8 +195,8 @@ def one_layer(record: Record, case: Case, implementation: Implementation, kernel
         if cuda:
             torch.cuda.reset_peak_memory_stats(record.device)
         time_ = record.milliseconds(call)
+        memory = torch.cuda.max_memory_allocated(record.device) / 1e9 if cuda else 0.0
         found: dict[str, Any] = replayed(record, call) if cuda else {}
-    memory = torch.cuda.max_memory_allocated(record.device) / 1e9 if cuda else 0.0
     if implementation is IMPLEMENTATIONS[LIMIT]:  # of forward alone: backward takes twice as many products
         time_, found = 3 * time_, {name: 3 * one for name, one in found.items() if name == "graph_ms"}
     best = found.get("graph_ms", time_)
@@ -230,11 +230,35 @@ def kernels_of(call: Callable[[], object], most: int = 12) -> dict[str, list[flo
         call()
         torch.cuda.synchronize()
     found: dict[str, list[float]] = {"all": [0, 0.0]}
-    for event in seen.events() or ():
+    for event in [one for one in seen.events() or () if one.device_type.name == "CUDA"]:
         for name in (event.name[:80], "all"):
             count, time_ = found.setdefault(name, [0, 0.0])
             found[name] = [count + 1, round(time_ + event.time_range.elapsed_us() / 1e3, 4)]
     return dict(sorted(found.items(), key=lambda pair: -pair[1][1])[: most + 1])
+
+
+def compiled(record: Record) -> None:
+    """A layer as it is, compiled, and compiled into CUDA graphs: where starting kernels takes longer than they run."""
+    found = []
+    for way, shape in product(ways(), TINY if record.tiny else SHAPES[:1]):
+        case = Case("x".join(map(str, shape)), *shape, str(record.dtype)[6:], device=str(record.device))
+        with record.device:
+            _, layer = IMPLEMENTATIONS["pointsman"].build(case)
+        layer.to(record.device, record.dtype)
+        hidden = record.randn(case.tokens, case.dim).requires_grad_()
+        gradient = torch.randn_like(hidden)
+        for mode in ("eager", "default", "reduce-overhead"):
+            torch._dynamo.reset()
+            function = layer if mode == "eager" else torch.compile(layer, mode=mode)
+
+            def step(f: Any = function, x: Tensor = hidden, g: Tensor = gradient) -> None:
+                f(x).backward(g)
+
+            with using(Kernels(gpu=way) if record.device.type == "cuda" else None):
+                time_ = record.milliseconds(step)
+            record[f"{case.name} {way} {mode}"] = {"ms": time_}
+            found.append(f"{way} {mode}: {time_:.2f} ms")
+    record["summary"] = "; ".join(found)
 
 
 def steps(record: Record) -> None:
@@ -286,7 +310,7 @@ def mean_step(record: Record) -> float | None:
     return statistics.mean(found[name]["total"] for name in names)
 
 
-STAGES = {stage.__name__: stage for stage in (facts, tests, micro, layer, steps, run)}
+STAGES = {stage.__name__: stage for stage in (facts, tests, micro, layer, compiled, steps, run)}
 
 if __name__ == "__main__":
     stage_, file_, device_, tiny_ = sys.argv[1:]

@@ -36,22 +36,46 @@ def stepped(model: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("way", ["torch", "triton"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CLASSES)
-def test_our_experts_are_as_exact_as_the_models_own(name: str, dtype: torch.dtype, way: str) -> None:
-    exact, model = zoo.tiny_model(name).double(), zoo.tiny_model(name).to(DEVICE, dtype)
+def test_our_experts_equal_the_models_own(name: str, way: str) -> None:
+    """In float32: in bfloat16 a near tie in one layer sends a token of the next to another expert."""
+    exact, model = zoo.tiny_model(name).double(), zoo.tiny_model(name).to(DEVICE)
     for one in (exact, model):
         one.set_experts_implementation("eager")
-    expected_all, own = stepped(exact), stepped(model)
+    expected = stepped(exact)
     model.set_experts_implementation("pointsman")
     with using(Kernels(gpu=way)):
         found = stepped(model)
-    part = 1e-4 if dtype == torch.float32 else 2e-2
-    for one, other, expected in zip(found, own, expected_all, strict=True):
-        size = float(expected.norm())
-        assert float((one - expected).norm()) <= 1.5 * float((other - expected).norm()) + part * size + 1e-6
+    for one, other in zip(found, expected, strict=True):
+        assert float((one - other).norm()) <= 1e-3 * float(other.norm()) + 1e-6
     with torch.no_grad():
         assert model.generate(IDS[:, :5].to(DEVICE), max_new_tokens=4, do_sample=False).shape == (3, 9)
+
+
+@pytest.mark.parametrize("way", ["torch", "triton"])
+@pytest.mark.parametrize("tokens", [72, 2])  # the second: `batched_mm`
+@pytest.mark.parametrize("name", CLASSES)
+def test_experts_in_bfloat16(name: str, tokens: int, way: str) -> None:
+    model = zoo.tiny_model(name)
+    experts = next(module for path, module in model.named_modules() if path.endswith(".experts")).to(torch.bfloat16)
+    index = torch.rand(tokens, experts.num_experts).topk(3, dim=-1).indices
+    dim = experts.down_proj.shape[-1 if experts.is_transposed else 1]
+    hidden, weights = torch.randn(tokens, dim).bfloat16(), torch.rand(tokens, 3)
+
+    def figures(implementation: str, kind: torch.dtype, device: str) -> list[torch.Tensor]:
+        experts.to(device, kind).zero_grad()
+        experts.config._experts_implementation = implementation
+        leaves = tuple(one.detach().requires_grad_() for one in (hidden.to(device, kind), weights.to(device)))
+        output = experts(leaves[0], index.to(device), leaves[1])
+        output.double().square().sum().backward()
+        own = [one.grad for one in (*leaves, *experts.parameters()) if one.grad is not None]
+        return [one.detach().double().cpu() for one in (output, *own)]
+
+    exact = figures("eager", torch.float64, "cpu")
+    with using(Kernels(gpu=way)):
+        found = figures("pointsman", torch.bfloat16, DEVICE)
+    for one, other in zip(found, exact, strict=True):
+        assert float((one - other).norm()) <= 4e-2 * float(other.norm())
 
 
 @pytest.mark.parametrize("how", ["loss", "bias"])

@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from pointsman import routers as routers  # registers the named routers
@@ -15,6 +14,7 @@ from pointsman._values import check_whole
 from pointsman.delivery import LossDelivery
 from pointsman.experts.modules import EXPERTS, BaseExperts, Experts
 from pointsman.experts.shared import SharedExperts, VirtualExperts, responses
+from pointsman.ops.kernels import exporting
 from pointsman.routers.frame.registry import build_router
 from pointsman.routers.frame.router import Router
 from pointsman.routing import Routing, RoutingContext
@@ -111,7 +111,7 @@ class MoE(nn.Module):
         rows = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
         if getattr(self.router.score, "needs_responses", False):  # PEFT wraps stages
             context = replace(context or RoutingContext(), responses=partial(responses, self.experts, rows))
-        seen = hidden if hidden.dim() == 2 or torch.compiler.is_exporting() else rows.view(hidden.shape)
+        seen = hidden if hidden.dim() == 2 or exporting() else rows.view(hidden.shape)
         routing: Routing = self.router(seen, context)
         output, statistics = routing.combine(self, rows, routing)
         if self.router.training and statistics:

@@ -12,7 +12,7 @@ from pointsman.experts.cpu.products import Options
 from pointsman.kernels import grouped_mm
 from pointsman.kernels.choice import with_triton
 from pointsman.ops.feed_forward import ExpertParameters
-from pointsman.ops.kernels import plain_wanted
+from pointsman.ops.kernels import exporting, plain_wanted
 from pointsman.ops.linear import autocast_dtype, transformed
 from pointsman.routing import Routing
 
@@ -70,14 +70,13 @@ def _path(hidden: Tensor, parameters: ExpertParameters, expert: Tensor) -> str:
     """ "cpu" or "cuda" where the fast path of that device can be taken, "meta" for shapes alone, otherwise "plain"."""
     if hidden.is_meta and not transformed():
         return "meta"
-    exporting = torch.compiler.is_exporting()  # which may not ask how many pairs a routing will have
-    if plain_wanted() or transformed() or not (exporting or expert.numel()):
+    if plain_wanted() or transformed() or not (exporting() or expert.numel()):  # an export may not ask for it
         return "plain"
     kind, dtype = hidden.device.type, hidden.dtype
     if dtype not in _DTYPES.get(kind, set()):
         return "plain"
     known: set[type] = {Tensor, Parameter}
-    if exporting:
+    if exporting():
         from torch._subclasses.fake_tensor import FakeTensor
 
         known.add(FakeTensor)

@@ -20,6 +20,7 @@ from transformers.integrations import moe as huggingface
 
 from pointsman.experts.apply import apply_experts
 from pointsman.ops.feed_forward import ExpertParameters
+from pointsman.ops.kernels import exporting
 from pointsman.routing import Routing
 
 ACTIVATIONS: dict[type[nn.Module], str] = {
@@ -62,11 +63,11 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     if activation is not None:
         gate, up = self.gate_up_proj.unflatten(1, (2, -1)).unbind(1)
         parameters = ExpertParameters(up, self.down_proj, w_gate=gate)
-    if not on_cpu and top_k_index.numel() <= FEW and not torch.compiler.is_exporting():
+    if not on_cpu and top_k_index.numel() <= FEW and not exporting():
         few: Tensor = huggingface.batched_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return few
     # our way through experts of another form reads the routing: torch.export cannot, a GPU would wait
-    if activation is None and (not on_cpu or torch.compiler.is_exporting()):
+    if activation is None and (not on_cpu or exporting()):
         output: Tensor = huggingface.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return output
     if getattr(self, "_is_expert_parallel", True):  # an index from num_experts on means an expert of another process

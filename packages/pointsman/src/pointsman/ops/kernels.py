@@ -76,6 +76,11 @@ def as_constant(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
+def exporting() -> bool:
+    """Whether torch.export traces; traced by torch.compile, older versions of torch say so of every graph."""
+    return bool(as_constant(torch.compiler.is_exporting))
+
+
 def plain_wanted() -> bool:
     """Whether the active choice is the plain path."""
     return bool(as_constant(_chosen, "path", "plain"))

@@ -24,6 +24,7 @@ from pointsman.experts.cpu import products
 from pointsman.experts.cpu.products import Options
 from pointsman.experts.cpu.sorting import Sorted, refuse_beyond, sort
 from pointsman.ops.feed_forward import ACTIVATIONS, ExpertParameters
+from pointsman.ops.kernels import exporting
 from pointsman.ops.linear import refuse_second_derivatives
 
 SMALLEST = 1 << 20
@@ -159,7 +160,7 @@ def apply_traced(
 ) -> Tensor:  # fmt: skip
     """`apply` for graphs: the seed is a tensor."""
     # an exported program is for inference, whatever the number of tokens
-    save = torch.is_grad_enabled() and not torch.compiler.is_exporting()
+    save = torch.is_grad_enabled() and not exporting()
     outputs: tuple[Tensor, Tensor] = experts_forward(
         hidden, weight, token, expert, *parameters, seed, activation, dropout, save
     )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from pointsman.hf.given import CACHE, names_of, real_tokens
+from pointsman.ops.kernels import exporting
 from pointsman.ops.linear import in_backward
 from pointsman.routing import RouterState, Routing, RoutingContext
 
@@ -69,7 +70,7 @@ class ForwardState:
         if mask is not None and mask.dim() != 2:
             raise ValueError(f"a mixing router needs the attention mask [B, T], not one of {mask.dim()} dimensions")
         real = real_tokens(mask, hidden.shape[0] * hidden.shape[1])
-        whole = real is None or (not torch.compiler.is_exporting() and bool(real.all()))
+        whole = real is None or (not exporting() and bool(real.all()))
         self.padding = None if whole else real
         if self.cache is not None:
             self._check_cache()

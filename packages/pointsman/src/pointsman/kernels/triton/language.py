@@ -97,8 +97,7 @@ class Tile(NamedTuple):
 
 
 def tile_for(product: Product, dtype: torch.dtype, rows_each: int, capability: int) -> Tile:
-    """The tile of a product for experts of about so many rows, on a device of this major compute capability (0: the
-    interpreter). An estimate: nobody has measured."""
+    """For experts of about so many rows; 0: the interpreter. Estimated: other tiles have not been measured."""
     exact, hopper = dtype == torch.float32, capability >= 9
     if capability == 0:
         return Tile(16, 32, 16, 4, 1)

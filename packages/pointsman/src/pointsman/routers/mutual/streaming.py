@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from pointsman.ops import relative
+from pointsman.ops.kernels import exporting
 from pointsman.ops.linear import without_autocast
 from pointsman.ops.relative import by_key
 from pointsman.ops.visible import Prepared, Visible, Workspace, tiles
@@ -46,7 +47,7 @@ def inform(
         batched: tensors [N, ...].
         shared: tensors that are the same for all sequences.
     """
-    if torch.compiler.is_exporting():  # all rows are one block, of plain operations
+    if exporting():  # all rows are one block, of plain operations
         out, lse = biased_block(prepare(*batched, *shared), None, visible, 0, visible.length)
         return out, lse if normalization else lse[:, :0]
     if torch.compiler.is_compiling():
@@ -62,7 +63,7 @@ def inform(
 def inform_biased(prepared: Prepared, bias: Bias, visible: Visible) -> tuple[Tensor, Tensor]:
     """`inform` with any bias by blocks of rows. Gradients flow through whatever it is made of: backward calls it again,
     under a checkpoint for each block."""
-    if torch.compiler.is_exporting():
+    if exporting():
         return biased_block(prepared, bias, visible, 0, visible.length)
     if torch.compiler.is_compiling():
         from pointsman.ops.tracing import untraced
