@@ -94,7 +94,8 @@ def facts(record: Record) -> None:
 
 def tests(record: Record) -> None:
     """The tests that need a GPU; warnings are listed, not errors."""
-    paths = ["tests/library/kernels", "tests/library/contract", "tests/library/hf", "tests/tools/bench"]
+    paths = ["tests/library/kernels", "tests/library/contract", "tests/library/hf", "tests/lab/checkpoints"]
+    paths += ["tests/tools/bench"]
     options = ["--collect-only"] if record.tiny else ["-n", "8"]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-W", "default", *options, *paths]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -43,17 +43,13 @@ def register() -> None:
 def activation_of(experts: Any) -> str | None:
     """The name of the activation; None if the experts are not act(gate) * up in the plain layout."""
     plain = experts.has_gate and experts.is_concatenated and not experts.is_transposed and not experts.has_bias
-    plain = plain and not _normed(experts)
+    plain = plain and not getattr(experts, "has_post_expert_norm", False)  # new in transformers 5.23
     if not plain or type(experts)._apply_gate is not huggingface._default_apply_gate:
         return None
     name = ACTIVATIONS.get(type(experts.act_fn))
     if name == "gelu" and getattr(experts.act_fn, "approximate", "none") != "none":
         return None
     return name
-
-
-def _normed(experts: Any) -> bool:
-    return getattr(experts, "has_post_expert_norm", False)  # older versions of transformers have none
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -120,7 +116,7 @@ class SingleExpert:
         up = _linear(rows, self.first[expert], self.biases[0], expert, experts.is_transposed)
         units = experts._apply_gate(up) if experts.has_gate else experts.act_fn(up)
         result = _linear(units, self.second[expert], self.biases[1], expert, experts.is_transposed)
-        return experts.post_expert_norm(result) if _normed(experts) else result
+        return experts.post_expert_norm(result) if getattr(experts, "has_post_expert_norm", False) else result
 
 
 def _linear(rows: Tensor, weight: Tensor, biases: tuple[Tensor, ...] | None, expert: int, transposed: bool) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pointsman.ops.kernels import exporting
+
 MANY = 64  # values from which a full stable sort of each row is expected to cost more on a GPU than distinct keys
 
 
@@ -37,7 +39,7 @@ def keys(values: Tensor) -> Tensor:
 
 def _maxima_are_faster(values: Tensor, k: int) -> bool:
     """Measured on a CPU: a sort costs a fixed number of calls, so that it wins on little data and on a GPU."""
-    if torch.compiler.is_exporting():  # no rule that depends on the number of tokens
+    if exporting():  # no rule that depends on the number of tokens
         return False
     return values.device.type == "cpu" and values.numel() > 4096 and k * k <= 4 * values.shape[-1]
 

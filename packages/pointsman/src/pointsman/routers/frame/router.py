@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pointsman import auxiliary
+from pointsman.ops.kernels import exporting
 from pointsman.ops.linear import autocast_enabled, upcast
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.frame.entries import LayerSpec
@@ -176,7 +177,7 @@ class Router(nn.Module):
 
     def _losses(self, given: LossInput, statistics: dict[str, Tensor]) -> dict[str, Tensor]:
         """The weighted losses by name; the statistics of the balance loss go into `statistics`."""
-        if torch.compiler.is_exporting():  # for inference
+        if exporting():  # for inference
             return {}
         every = {"balance": Loss(self.balancing, self.balance), "z_loss": Loss(_z_loss, self.z_loss), **self.losses}
         if self.balance:
