@@ -1,4 +1,4 @@
-"""Hugging Face models on a CUDA device: our experts, logs of routings, other routers, balance."""
+"""Hugging Face models on a CUDA device: our experts, recorded routings, other routers, balance."""
 
 from __future__ import annotations
 

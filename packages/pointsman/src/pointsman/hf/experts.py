@@ -43,7 +43,7 @@ def register() -> None:
 def activation_of(experts: Any) -> str | None:
     """The name of the activation; None if the experts are not act(gate) * up in the plain layout."""
     plain = experts.has_gate and experts.is_concatenated and not experts.is_transposed and not experts.has_bias
-    plain = plain and not getattr(experts, "has_post_expert_norm", False)  # new in transformers 5.23
+    plain = plain and not getattr(experts, "has_post_expert_norm", False)  # transformers 5.17 has none
     if not plain or type(experts)._apply_gate is not huggingface._default_apply_gate:
         return None
     name = ACTIVATIONS.get(type(experts.act_fn))
