@@ -107,12 +107,15 @@ def test_a_step_of_the_small_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gated", "bias", "dropout", "operators", "passes"),
-    [(False, False, 0.0, 39, 25), (False, True, 0.1, 57, 30), (True, False, 0.0, 48, 46), (True, True, 0.1, 70, 58)],
-)
-def test_a_layer(gated: bool, bias: bool, dropout: float, operators: int, passes: float) -> None:
+    ("hidden", "gated", "bias", "dropout", "operators", "passes"),
+    [
+        (512, False, False, 0.0, 39, 25), (512, False, True, 0.1, 57, 30), (512, True, False, 0.0, 48, 46),
+        (512, True, True, 0.1, 70, 58), (64, False, False, 0.0, 45, 90), (64, True, True, 0.1, 76, 151),
+    ],
+)  # fmt: skip
+def test_a_layer(hidden: int, gated: bool, bias: bool, dropout: float, operators: int, passes: float) -> None:
     """`passes`: all bytes, weights included, in those of the hidden units of all assignments."""
-    tokens, k, dim, hidden = 4096, 4, 256, 512
+    tokens, k, dim = 4096, 4, 256
     layer = Experts(dim, hidden, 16, gated=gated, activation="silu" if gated else "relu", bias=bias, dropout=dropout)
     layer.to("meta", torch.bfloat16)
     given = torch.empty(tokens, dim, device="meta", dtype=torch.bfloat16, requires_grad=True)

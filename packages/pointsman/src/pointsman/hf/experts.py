@@ -31,8 +31,7 @@ ACTIVATIONS: dict[type[nn.Module], str] = {
     GELUActivation: "gelu",
 }
 NAME = "pointsman"
-FEW = 16  # assignments on a GPU up to which `batched_mm`, which copies each one's weights, is expected to be faster
-# than products of many rows
+FEW = 16  # assignments on a GPU up to which `batched_mm` is taken; measured: faster with 8, slower with 64
 
 
 def register() -> None:

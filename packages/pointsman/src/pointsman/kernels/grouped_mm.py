@@ -23,36 +23,43 @@ from pointsman.ops.linear import refuse_second_derivatives
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 MOST_GROUPS = 1024  # grouped_mm's kernel takes fewer
 ROWS_FOR_A_COLUMN = 64  # rows an expert from which a bias costs less as a column of the weights than row by row
+FEW = 2  # rows a token for which `embedding_bag` takes longer than a gather, a product and a sum
 
 
 class Layout(NamedTuple):
     """Where the row of each assignment lies: assignments are in token order, rows sorted by expert, dropped ones last.
 
-    A is the number of assignments; row A is spare. `token` [A + 1] of each row, `order` [A] the assignment of each row,
-    `row` [A] int32 the row of each assignment (A if it is dropped), `dropped` [A] of each assignment, `token_offsets`
-    [tokens] int32 the first assignment of each token, `ends` [E] int32 where the rows of each expert end.
+    A is the number of assignments; row A is spare. `token` [A + 1] of each row, `order` [A + 1] the assignment of each
+    row, `row` [A] int32 the row of each assignment (A if it is dropped), `dropped` [A] of each assignment, `ends` [E]
+    int32 where the rows of each expert end, `token_offsets` [tokens] int32 the first assignment of each token: None
+    where they are `k` apart and rows are to be gathered and summed.
     """
 
     token: Tensor
     order: Tensor
     row: Tensor
     dropped: Tensor
-    token_offsets: Tensor
     ends: Tensor
+    token_offsets: Tensor | None
+    k: int
 
     def permute(self, hidden: Tensor) -> Tensor:
         """[tokens, dim] -> [A + 1, dim]."""
         return hidden.index_select(0, self.token)
 
-    def combine(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """Each token's weighted sum over its rows [A + 1, dim], but for the spare one: [tokens, dim]."""
-        spare = len(rows) - 1
-        return F.embedding_bag(
-            self.row, rows, self.token_offsets, mode="sum", per_sample_weights=weight, padding_idx=spare
-        )
+    def combine(self, rows: Tensor, weight: Tensor | None) -> Tensor:
+        """Each token's sum over its rows [A + 1, dim], but for the spare one, weighted if `weight` is given:
+        [tokens, dim]. Overwrites the spare row."""
+        spare, offsets = len(rows) - 1, self.token_offsets
+        if offsets is not None:
+            return F.embedding_bag(self.row, rows, offsets, mode="sum", per_sample_weights=weight, padding_idx=spare)
+        rows[spare].zero_()
+        found = rows.index_select(0, self.row)
+        found = found if weight is None else found.mul_(weight[:, None])
+        return found if self.k == 1 else found.view(-1, self.k, rows.shape[1]).sum(1)
 
 
-def layout(expert: Tensor, token: Tensor | int, token_offsets: Tensor, num_experts: int) -> Layout:
+def layout(expert: Tensor, token: Tensor | int, token_offsets: Tensor | None, num_experts: int) -> Layout:
     """The layout of assignments [A] in token order; `expert` is -1 where one is dropped.
 
     Args:
@@ -66,8 +73,10 @@ def layout(expert: Tensor, token: Tensor | int, token_offsets: Tensor, num_exper
     row = torch.empty_like(places).scatter_(0, order, places).masked_fill_(dropped, count)
     experts = torch.arange(num_experts, dtype=keys.dtype, device=keys.device)
     ends = torch.searchsorted(sorted_keys, experts, right=True, out_int32=True)
-    of_rows = order // token if isinstance(token, int) else token.index_select(0, order)
-    return Layout(F.pad(of_rows, (0, 1)), order, row, dropped, token_offsets, ends)
+    order = F.pad(order, (0, 1))
+    k = token if isinstance(token, int) else 0
+    of_rows = token.index_select(0, order) if isinstance(token, Tensor) else order // k
+    return Layout(of_rows, order, row, dropped, ends, token_offsets, k)
 
 
 def _sort_keys(expert: Tensor, num_experts: int) -> Tensor:
@@ -91,14 +100,13 @@ def apply(
         expert: [tokens, k], -1 for none, or [P].
     """
     assert expert.numel(), "nothing to do: grouped_mm takes no empty tensors"
-    tokens, dim = hidden.shape
-    num_experts = parameters.w_in.shape[0]
+    (tokens, dim), num_experts = hidden.shape, len(parameters.w_in)
     flat, factors = expert.reshape(-1), weight.reshape(-1)
-    of_rows: Tensor | int
-    if token is None:
-        of_rows = k = expert.shape[1]
+    of_rows: Tensor | int = (k := expert.shape[-1])
+    token_offsets = None
+    if token is None and k > FEW and not _narrow(parameters):
         token_offsets = torch.arange(0, tokens * k, k, dtype=torch.int32, device=hidden.device)
-    else:
+    elif token is not None:
         of_rows, order = torch.sort(token, stable=True)
         token_offsets = torch.searchsorted(of_rows, torch.arange(tokens, device=hidden.device), out_int32=True)
         flat, factors = flat.index_select(0, order), factors.index_select(0, order)
@@ -167,7 +175,8 @@ def _pad(tensor: Tensor, amounts: tuple[int, ...]) -> Tensor:
 
 class _Experts(torch.autograd.Function):
     """Saves the hidden units of ungated ReLU experts, whose zeros also show the dropout mask, otherwise what comes
-    before the activation."""
+    before the activation. Weights are multiplied where rows are narrower: into the hidden units, or into what has the
+    width of the inputs."""
 
     @staticmethod
     def forward(
@@ -188,10 +197,13 @@ class _Experts(torch.autograd.Function):
         mask = None
         if dropout:
             units, mask = torch.native_dropout(units, dropout, True)
-        output = where.combine(grouped_mm(units, p.w_out.transpose(-1, -2), where.ends), weight)
-        ctx.activation, ctx.dropout = activation, dropout
+        narrow = _narrow(p)
+        weighted = units * weight.index_select(0, where.order)[:, None] if narrow else units
+        rows = grouped_mm(weighted, p.w_out.transpose(-1, -2), where.ends)
+        output = where.combine(rows, None if narrow else weight)
+        ctx.activation, ctx.dropout, ctx.k = activation, dropout, where.k
         saved = (units, None, None) if relu else (up, gate, mask)
-        ctx.save_for_backward(hidden, weight, *saved, *where, *tensors)
+        ctx.save_for_backward(hidden, weight, *saved, *where[:6], *tensors)
         return output
 
     @staticmethod
@@ -199,11 +211,10 @@ class _Experts(torch.autograd.Function):
         refuse_second_derivatives()
         hidden, weight, up, gate, mask, *rest = ctx.saved_tensors
         activation, dropout = ctx.activation, ctx.dropout
-        where, p = Layout(*rest[:6]), ExpertParameters(*rest[6:])
+        where, p = Layout._make([*rest[:6], ctx.k]), ExpertParameters(*rest[6:])
         hidden_wanted, weight_wanted, _, _, _, *wanted = ctx.needs_input_grad
         scale = 1 / (1 - dropout) if 0 < dropout < 1 else float(dropout == 0)
-        relu = activation == "relu" and gate is None
-        act = ACTIVATIONS[activation]
+        relu, narrow = activation == "relu" and gate is None, _narrow(p)
         derivative: Callable[[Tensor, Tensor], Tensor] = DERIVATIVES[activation]
         factors = weight.index_select(0, where.order)[:, None]
         outer = where.permute(gradient.contiguous())
@@ -211,7 +222,7 @@ class _Experts(torch.autograd.Function):
         if relu:
             units = up
         else:
-            activated = act(up if gate is None else gate)
+            activated = ACTIVATIONS[activation](up if gate is None else gate)
             units = activated if gate is None else activated * up
             units = units if mask is None else torch.ops.aten.native_dropout_backward(units, mask, scale)
         weight_gradient = None
@@ -219,16 +230,15 @@ class _Experts(torch.autograd.Function):
             exact = torch.float64 if units.dtype == torch.float64 else torch.float32
             sums = (units * inner).sum(-1, dtype=exact)
             weight_gradient = sums.index_select(0, where.row).to(weight.dtype)
+        # what the other activations get from the mask
+        inward, inward_factors = (weight * scale, factors * scale) if relu and dropout else (weight, factors)
+        inner = inner.mul_(inward_factors) if narrow else inner
         if mask is not None:
             inner = torch.ops.aten.native_dropout_backward(inner, mask, scale)
         if gate is None:
             through_up, through_gate = derivative(inner, up), None
         else:
             through_up, through_gate = inner * activated, derivative(inner * up, gate)
-        if relu and dropout:  # what the other activations get from the mask
-            weight, inward_factors = weight * scale, factors * scale
-        else:
-            inward_factors = factors
         hidden_gradient = None
         if hidden_wanted:
             width = ctx.dim + -ctx.dim % 8
@@ -236,19 +246,24 @@ class _Experts(torch.autograd.Function):
             if through_gate is not None:
                 assert p.w_gate is not None
                 rows = rows + grouped_mm(through_gate, p.w_gate[:, :, :width], where.ends)
-            hidden_gradient = where.combine(rows, weight)[:, : ctx.dim]
-        count = len(factors)  # without the spare row
-        inputs = where.permute(hidden)[:count].mul_(inward_factors) if wanted[0] or wanted[4] else None
-        outer = outer[:count].mul_(factors) if wanted[1] else outer
+            hidden_gradient = where.combine(rows, None if narrow else inward)[:, : ctx.dim]
+        inputs = where.permute(hidden) if wanted[0] or wanted[4] else None
+        if narrow:
+            units, inward_factors = units * factors if wanted[1] else units, torch.ones_like(factors)
+        else:
+            inputs = None if inputs is None else inputs.mul_(inward_factors)
+            outer = outer.mul_(factors) if wanted[1] else outer
         lefts = (through_up, outer, through_up, None, through_gate, through_gate)
         rights = (inputs, units, inward_factors, None, inputs, inward_factors)
         gradients = [
-            _outer_products(left[:count], right[:count], where.ends)
-            if needed and left is not None and right is not None
-            else None
+            _outer_products(left, right, where.ends) if needed and left is not None and right is not None else None
             for left, right, needed in zip(lefts, rights, wanted, strict=True)
         ]
         return hidden_gradient, weight_gradient, None, None, None, *gradients
+
+
+def _narrow(p: ExpertParameters) -> bool:
+    return p.w_out.shape[2] < p.w_out.shape[1]
 
 
 def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, where: Layout) -> Tensor:

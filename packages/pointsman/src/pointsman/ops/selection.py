@@ -7,8 +7,6 @@ from torch import Tensor
 
 from pointsman.ops.kernels import exporting
 
-MANY = 64  # values from which a full stable sort of each row is expected to cost more on a GPU than distinct keys
-
 
 def top_k(values: Tensor, k: int) -> Tensor:
     """Indices [..., k] of the k largest of `values` [..., E], the largest first; of equal values the lowest index.
@@ -18,8 +16,6 @@ def top_k(values: Tensor, k: int) -> Tensor:
     values = values.detach()
     if _maxima_are_faster(values, k):
         return _repeated_maxima(values, k)
-    if values.device.type == "cuda" and values.shape[-1] >= MANY and values.dtype != torch.float64:
-        return keys(values).topk(k, dim=-1).indices
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
@@ -29,19 +25,10 @@ def members(experts: Tensor, num_experts: int) -> Tensor:
     return hot.scatter_(1, experts + 1, True)[:, 1:]
 
 
-def keys(values: Tensor) -> Tensor:
-    """Distinct int64 numbers [..., E] in the order that `top_k` wants: by value (of at most 32 bits), then by place."""
-    bits = (values.float() + 0.0).view(torch.int32)  # -0 becomes 0
-    bits = bits.masked_fill(values.isnan(), torch.iinfo(torch.int32).max)
-    ordered = torch.where(bits < 0, bits ^ torch.iinfo(torch.int32).max, bits).long()
-    return ordered * 2**32 + torch.arange(values.shape[-1] - 1, -1, -1, device=values.device)
-
-
 def _maxima_are_faster(values: Tensor, k: int) -> bool:
-    """Measured on a CPU: a sort costs a fixed number of calls, so that it wins on little data and on a GPU."""
-    if exporting():  # no rule that depends on the number of tokens
-        return False
-    return values.device.type == "cpu" and values.numel() > 4096 and k * k <= 4 * values.shape[-1]
+    """Measured: a sort costs a fixed number of calls, so that it wins on little data, and on a GPU to 128 experts."""
+    small = k * k <= 4 * values.shape[-1] and values.device.type == "cpu"
+    return small and not exporting() and values.numel() > 4096  # an export has no rule for a number of tokens
 
 
 def _repeated_maxima(values: Tensor, k: int) -> Tensor:
