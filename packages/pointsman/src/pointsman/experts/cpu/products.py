@@ -27,8 +27,6 @@ from pointsman.ops.feed_forward import ACTIVATIONS, DERIVATIVES, ExpertParameter
 Saved = tuple[Tensor, ...]
 """What a piece [n, hidden] saves: ungated (h) or (u), gated (u, g)."""
 
-FEW = 8
-"""Float32 rows an expert, on average, up to which one product for each takes less time than `grouped_mm`."""
 COPIED = 1 << 13
 """Elements of one expert's weight up to which a copy of its gradient takes less time than a call."""
 
@@ -123,11 +121,11 @@ def backward(
             if gate is not None and p.w_gate is not None:
                 d_rows.add_(_product(gate, p.w_gate, piece))
             d_hidden.index_add_(0, token, d_rows.to(weight.dtype))
+    without = [expert for expert, count in enumerate(at.counts) if not count]
     for tensor in found:
         if tensor is not None:
-            for expert, count in enumerate(at.counts):
-                if not count:
-                    tensor[expert].zero_()
+            for expert in without:
+                tensor[expert].zero_()
     return [
         None if d_hidden is None else d_hidden.to(hidden.dtype),
         None if d_weights is None else torch.zeros_like(flat).index_copy_(0, at.order, d_weights[:, 0]).view_as(weight),
@@ -174,17 +172,8 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, at: Sorted, piece
     if piece.alone:
         columns = weight[piece.first].t()
         return torch.mm(rows, columns) if bias is None else torch.addmm(bias[piece.first], rows, columns)
-    if rows.dtype == torch.float32 and len(rows) <= FEW * (piece.end - piece.first):
-        output = _few_rows(rows, weight, at, piece)
-    else:
-        output = F.grouped_mm(rows, weight[piece.first : piece.end].mT, offs=piece.ends)
+    output = F.grouped_mm(rows, weight[piece.first : piece.end].mT, offs=piece.ends)
     return output if bias is None else output.add_(_of_rows(bias, at, piece))
-
-
-def _few_rows(rows: Tensor, weight: Tensor, at: Sorted, piece: Piece) -> Tensor:
-    """The products of `_linear` with the weight on the left, where BLAS is faster with few rows an expert."""
-    parts = enumerate(rows.split_with_sizes(at.counts[piece.first : piece.end]), piece.first)
-    return torch.cat([torch.mm(weight[expert], part.t()).t() for expert, part in parts if len(part)])
 
 
 def _product(rows: Tensor, weight: Tensor, piece: Piece) -> Tensor:

@@ -6,6 +6,7 @@ Shapes: A assignments of tokens to experts, E experts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -50,16 +51,19 @@ class Sorted:
     Attributes:
         order: [A], where each stands in what the routing gave.
         token: [A], its token.
-        expert: [A], its expert.
         counts: E numbers, how many each expert has.
         pieces: all rows, in order.
     """
 
     order: Tensor
     token: Tensor
-    expert: Tensor
     counts: list[int]
     pieces: list[Piece]
+
+    @cached_property
+    def expert(self) -> Tensor:
+        """[A], the expert of each."""
+        return torch.from_numpy(np.repeat(np.arange(len(self.counts)), self.counts))
 
 
 def refuse_beyond(highest: int, num_experts: int) -> None:
@@ -78,7 +82,7 @@ def sort(token: Tensor | None, expert: Tensor, num_experts: int, widest: int, to
         together: whether a piece may hold several experts.
     """
     given = expert.reshape(-1).numpy()
-    refuse_beyond(given.max(initial=-1), num_experts)
+    refuse_beyond(int(given.max(initial=-1)), num_experts)
     # shifted by one, so that what is left out comes first; NumPy sorts short integers by radix: a tenth of the time of
     # torch.argsort
     shifted = (given + 1).astype(np.uint8 if num_experts < 256 else np.uint16 if num_experts < 65536 else np.int64)
@@ -86,11 +90,8 @@ def sort(token: Tensor | None, expert: Tensor, num_experts: int, widest: int, to
     order = np.argsort(shifted, kind="stable")[counts[0] :]
     of_token = order // expert.shape[-1] if token is None else token.numpy()[order]
     counts = counts[1:]
-    return Sorted(
-        torch.from_numpy(order), torch.from_numpy(of_token),
-        torch.from_numpy(np.repeat(np.arange(num_experts), counts)), counts.tolist(),
-        _pieces(counts, max(1, MOST // widest), together),
-    )  # fmt: skip
+    pieces = _pieces(counts, max(1, MOST // widest), together)
+    return Sorted(torch.from_numpy(order), torch.from_numpy(of_token), counts.tolist(), pieces)
 
 
 def _pieces(counts: np.ndarray[tuple[int, ...], np.dtype[np.int64]], most: int, together: bool) -> list[Piece]:
