@@ -198,8 +198,8 @@ class _Experts(torch.autograd.Function):
         if dropout:
             units, mask = torch.native_dropout(units, dropout, True)
         narrow = _narrow(p)
-        weighted = units * weight.index_select(0, where.order)[:, None] if narrow else units
-        rows = grouped_mm(weighted, p.w_out.transpose(-1, -2), where.ends)
+        factors = weight.index_select(0, where.order)[:, None] if narrow else None
+        rows = grouped_mm(units if factors is None else units * factors, p.w_out.transpose(-1, -2), where.ends)
         output = where.combine(rows, None if narrow else weight)
         ctx.activation, ctx.dropout, ctx.k = activation, dropout, where.k
         saved = (units, None, None) if relu else (up, gate, mask)
