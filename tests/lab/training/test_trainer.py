@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -210,7 +211,7 @@ def test_what_a_finished_run_leaves(settings: Settings, run: Callable[..., Train
     assert steps_of(out / "checkpoints") == [8, 6, 3]
     here = json.loads((out / "environment.json").read_text())
     assert here["kernels"] == {"path": "fast", "gpu": "torch"}
-    assert here["packages"]["torch"] == torch.__version__
+    assert here["packages"]["torch"] == metadata.version("torch")
     trained = RunDirectory(out).metrics("train")
     assert [row["step"] for row in trained] == list(range(1, 9))
     assert {"loss", "bits", "top_k", "learning_rate", "gradient_norm", *TIMES} < trained[0].keys()

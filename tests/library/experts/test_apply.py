@@ -65,7 +65,7 @@ def test_autocast_leaves_float64_alone(problem: Callable[..., Any]) -> None:
         problem(dtype=torch.float64).check(run)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch meets its own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch meets its own
 @pytest.mark.parametrize("k", [2, 6])
 @pytest.mark.parametrize("tokens", [1, 5, 300])
 def test_forward_mode_keeps_the_tangent(problem: Callable[..., Any], tokens: int, k: int) -> None:
