@@ -4,8 +4,8 @@ In bfloat16 on Hopper and data-centre Blackwell (compute capability 9 and 10) a 
 captured in a CUDA graph; in float32 and half, and on other devices, `grouped_mm` itself is a loop over the groups.
 
 The mathematics is that of `experts/reference.py`. Assignments to -1 sort behind all experts: `grouped_mm` leaves their
-rows undefined, and all of them are represented by one spare row, which no sum reads. Nothing here is particular to CUDA
-except its aim: the tests run it on a CPU. `docs/gpu.md` counts its operators and bytes.
+rows undefined, and all of them are represented by one spare row, which adds nothing to a sum. Nothing here is
+particular to CUDA except its aim: the tests run it on a CPU. `docs/gpu.md` counts its operators and bytes.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class _Experts(torch.autograd.Function):
             exact = torch.float64 if units.dtype == torch.float64 else torch.float32
             sums = (units * inner).sum(-1, dtype=exact)
             weight_gradient = sums.index_select(0, where.row).to(weight.dtype)
-        # what the other activations get from the mask
+        # of ReLU's mask only the zeros are known here, so its scale enters with the weights
         inward, inward_factors = (weight * scale, factors * scale) if relu and dropout else (weight, factors)
         inner = inner.mul_(inward_factors) if narrow else inner
         if mask is not None:
@@ -263,6 +263,7 @@ class _Experts(torch.autograd.Function):
 
 
 def _narrow(p: ExpertParameters) -> bool:
+    """Whether hidden units are narrower than inputs."""
     return p.w_out.shape[2] < p.w_out.shape[1]
 
 

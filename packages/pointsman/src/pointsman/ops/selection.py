@@ -26,9 +26,9 @@ def members(experts: Tensor, num_experts: int) -> Tensor:
 
 
 def _maxima_are_faster(values: Tensor, k: int) -> bool:
-    """Measured: a sort costs a fixed number of calls, so that it wins on little data, and on a GPU to 128 experts."""
-    small = k * k <= 4 * values.shape[-1] and values.device.type == "cpu"
-    return small and not exporting() and values.numel() > 4096  # an export has no rule for a number of tokens
+    """Measured: a sort costs a fixed number of calls, so that it wins on little data, and on a GPU (tried: to 128)."""
+    few = k * k <= 4 * values.shape[-1] and values.device.type == "cpu"
+    return few and not exporting() and values.numel() > 4096  # an export has no rule for a number of tokens
 
 
 def _repeated_maxima(values: Tensor, k: int) -> Tensor:
