@@ -162,6 +162,7 @@ FILE_CALLS = re.compile(
 )
 """Calls that open a file, or that make much of little."""
 OPENED_ELSEWHERE = {
+    "cli.progress": "os.devnull",
     "cli.main": "the null device, in place of an output that nobody reads",
     "_files": "the one way to files",
     "_shapes": "the bounds of what is parsed and unpacked",

@@ -168,6 +168,37 @@ def test_interrupted_it_goes_on_where_it_was(text: Path, tmp_path: Path) -> None
         assert one == other
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows")
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_terminal_that_closes_saves_first(jobs: int, text: Path, tmp_path: Path) -> None:
+    """All processes of the terminal are told, and none can write to it any more."""
+    out = tmp_path / "out"
+    words = arguments(text, out, "--steps", "4000", "--jobs", str(jobs), routers="smoe,hyperrouter")
+    terminal, end = os.openpty()
+    os.set_blocking(terminal, False)
+    process = subprocess.Popen(
+        ["sh", "-c", 'exec "$@" <>"$0" >&0 2>&0', os.ttyname(end), sys.executable, "-m", "pointsman_lab", *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,  # which the first terminal that is opened belongs to
+    )
+    metrics = [out / f"runs/{router}/seed-0/metrics.jsonl" for router in ("smoe", "hyperrouter")[:jobs]]
+    deadline = time.monotonic() + 250
+    try:
+        while not all(one.exists() and one.read_text().count('"train"') > 3 for one in metrics):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            with contextlib.suppress(BlockingIOError):
+                os.read(terminal, 65536)
+            time.sleep(0.05)
+    finally:
+        os.close(end)
+        os.close(terminal)
+        code = process.wait(120)
+    assert code == 130
+    for one in metrics:
+        assert list(one.parent.glob("checkpoints/step-*"))
+
+
 def test_an_export_loads_as_one(text: Path, tmp_path: Path) -> None:
     """config.json and weights make the model again; materialized, HyperRouter is a plain linear router."""
     run, plain = tmp_path / "run", tmp_path / "plain"

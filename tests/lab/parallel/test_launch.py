@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pointsman_lab import processes as launching
-from pointsman_lab.processes import launch
+from pointsman_lab.processes import ending_signals, launch
 
 RANK = "import os, sys, time, signal\nrank, out = int(os.environ['RANK']), sys.argv[1]\n"
 
@@ -69,7 +69,7 @@ def test_a_signal_reaches_all_ranks_and_they_end_with_the_launcher(tmp_path: Pat
     assert (tmp_path / "0").exists() or (tmp_path / "1").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", ending_signals())
 def test_a_signal_while_ranks_start_ends_those_started_and_starts_no_more(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +85,7 @@ def test_a_signal_while_ranks_start_ends_those_started_and_starts_no_more(
     with pytest.raises(KeyboardInterrupt):
         run("time.sleep(20)", tmp_path, count=10)
     assert len(started) == 3
-    assert all(process.returncode in (-signal.SIGTERM, -signal.SIGKILL) for process in started)
+    assert all(process.returncode in (-signal.SIGTERM, -number, -signal.SIGKILL) for process in started)
 
 
 def test_a_signal_before_ranks_can_answer_ends_them_for_good(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # the launcher does without torch
 T = TypeVar("T")
 LOST = 75
 """Exit code of a rank that waited for another in vain."""
+HANGUP: int | None = getattr(signal, "SIGHUP", None)
+"""Of a terminal that closes, which may say so twice: by itself and by its shell. Windows has none."""
 POLL = 0.05  # seconds
 PATIENCE = 5.0  # seconds that ranks have to end after a second signal
 ANSWER = 3.0  # seconds in which ranks that can still answer report that they are lost
@@ -36,13 +38,21 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def ending_signals() -> list[int]:
+    """SIGINT, SIGTERM, and `HANGUP` unless it is ignored, as under `nohup`."""
+    ours: list[int] = [signal.SIGINT, signal.SIGTERM]
+    if HANGUP is not None and signal.getsignal(HANGUP) != signal.SIG_IGN:
+        ours.append(HANGUP)
+    return ours
+
+
 def launch(command: Sequence[str], count: int, restarts: int, again: Sequence[str] = ("--resume",)) -> int:
     """Runs a command on `count` ranks, and returns the exit code of all: that of the first to fail.
 
     A rank that a signal ended, or that waited for another in vain, ends the others too; then all begin anew with the
     words `again`, up to `restarts` times. A user's error, or a fault in the program, is not tried again, and neither is
-    anything after SIGINT or SIGTERM, which go on to the ranks as SIGTERM. A rank ends with this process if it calls
-    `end_with_launcher`.
+    anything after one of `ending_signals`, which go on to the ranks, SIGINT as SIGTERM. A rank ends with this process
+    if it calls `end_with_launcher`.
 
     Raises:
         KeyboardInterrupt: a signal ended the ranks before they could answer it: while they started, or because they did
@@ -124,21 +134,23 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
 
 @contextmanager
 def _forwarding() -> Iterator[tuple[list[subprocess.Popen[bytes]], list[float]]]:
-    """Inside, SIGINT and SIGTERM are passed on to the processes in the first list; the second has their times.
+    """Inside, `ending_signals` are passed on to the processes in the first list; the second has their times.
 
-    As SIGTERM: what a rank does with both is the same once it trains; before that, SIGTERM ends it at once, even while
-    it waits for others in native code, which a KeyboardInterrupt does not.
+    SIGINT as SIGTERM: what a rank does with both is the same once it trains; before that, SIGTERM ends it at once, even
+    while it waits for others in native code, which a KeyboardInterrupt does not.
     """
     ranks: list[subprocess.Popen[bytes]] = []
     signals: list[float] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
+        if signals and number == HANGUP:
+            return
         signals.append(time.monotonic())
         for process in ranks:
             if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
+                process.send_signal(number if number == HANGUP else signal.SIGTERM)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handle) for number in ending_signals()}
     try:
         yield ranks, signals
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -24,6 +25,7 @@ from rich.progress import (
 )
 
 from pointsman_lab._values import printable
+from pointsman_lab.processes import HANGUP, ending_signals
 
 LINE_EVERY = 10.0  # seconds between lines where there is no terminal
 
@@ -116,19 +118,33 @@ def _columns(width: int) -> Iterator[ProgressColumn]:
 
 @contextmanager
 def stop_on_signals(*, tell: bool = True) -> Iterator[threading.Event]:
-    """Ctrl-C and SIGTERM set the event, so that a command can save and end; a second Ctrl-C interrupts at once."""
+    """Ctrl-C, SIGTERM or a terminal that closes set the event, so that a command can save and end.
+
+    A second Ctrl-C interrupts at once.
+    """
     stop = threading.Event()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():
+        if number == HANGUP:
+            _leave_terminal()
+        elif stop.is_set():
             raise KeyboardInterrupt
         stop.set()
         if tell:
             print("\nstopping: saving first (Ctrl-C again to stop at once)", file=sys.stderr, flush=True)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handle) for number in ending_signals()}
     try:
         yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _leave_terminal() -> None:
+    """What is written from now on to a terminal that has closed goes nowhere: an error of it would end the saving."""
+    for stream in (1, 2):
+        try:
+            os.write(stream, b"")
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from pointsman._errors import RunError, Stopped
-from pointsman_lab.processes import out_of_memory
+from pointsman_lab.processes import ending_signals, out_of_memory
 from pointsman_lab.progress import Progress, Stop
 
 ADVANCE_EVERY = 0.1  # seconds between two reports of one worker
@@ -218,10 +218,10 @@ class _Process(Worker):
 
 
 def _signals(how: str) -> None:
-    """Lets SIGINT and SIGTERM wait ("SIG_BLOCK"), here and in processes that begin now, until "SIG_UNBLOCK"."""
+    """Lets `ending_signals` wait ("SIG_BLOCK"), here and in processes that begin now, until "SIG_UNBLOCK"."""
     if hasattr(signal, "pthread_sigmask"):  # not on Windows
         resource_tracker.ensure_running()  # its own start would let them through
-        signal.pthread_sigmask(getattr(signal, how), (signal.SIGINT, signal.SIGTERM))
+        signal.pthread_sigmask(getattr(signal, how), ending_signals())
 
 
 def _send(pipe: Connection[Any, Any], message: Any) -> None:
@@ -232,8 +232,8 @@ def _send(pipe: Connection[Any, Any], message: Any) -> None:
 
 def serve(setup: Callable[[], Work], pipe: Connection[Any, Any]) -> None:
     """A worker: does jobs until none is left. Only the parent acts on Ctrl-C, which reaches all of a terminal."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in ending_signals():
+        signal.signal(number, signal.SIG_IGN)
     _signals("SIG_UNBLOCK")
     torch.set_num_threads(1)
     line, stop = _Line(pipe), _PipedStop(pipe)
