@@ -230,6 +230,12 @@ def changes(call: ast.Call) -> bool:
     return bool(CHANGES.fullmatch(name) or moved)
 
 
+def test_every_folder_with_modules_is_a_package() -> None:
+    """One that is not imports all the same, and pages of the reference do not find what is in it."""
+    folders = {file.parent for package in ROOMS for file in modules(package).values()}
+    assert sorted(folder for folder in folders if not (folder / "__init__.py").is_file()) == []
+
+
 @pytest.mark.parametrize(("kind", "allowed"), [(opens, OPENED_ELSEWHERE), (changes, CHANGED_ELSEWHERE)])
 def test_files_have_one_door(kind: Callable[[ast.Call], bool], allowed: Mapping[str, str]) -> None:
     found: dict[str, list[str]] = {}

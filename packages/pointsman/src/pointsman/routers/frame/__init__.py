@@ -1,0 +1,1 @@
+"""What every router is built of: stages, registry, steps, capacity."""

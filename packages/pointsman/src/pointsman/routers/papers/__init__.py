@@ -1,0 +1,1 @@
+"""The routers of the papers, one file each."""
