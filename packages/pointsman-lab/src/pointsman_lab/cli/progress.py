@@ -142,7 +142,7 @@ def stop_on_signals(*, tell: bool = True) -> Iterator[threading.Event]:
 
 
 def _leave_terminal() -> None:
-    """What is written from now on to a terminal that has closed goes nowhere: an error of it would end the saving."""
+    """Writes to a terminal that has closed go nowhere from now on; their errors would end the command unsaved."""
     for stream in (1, 2):
         try:
             os.write(stream, b"")

@@ -1,1 +1,1 @@
-"""What every router is built of: stages, registry, steps, capacity."""
+"""What every router is built of: entries, registry, stages and steps."""
