@@ -2,7 +2,7 @@
 
     POINTSMAN_DATA=path/to/data python examples/huggingface_enwik8.py train --out hf-mixtral
     POINTSMAN_DATA=path/to/data python examples/huggingface_enwik8.py continue hf-mixtral --router hyperrouter
-    pointsman audit hf-mixtral --data enwik8 --out hf-audit && pointsman report hf-audit
+    pointsman audit hf-mixtral --data enwik8 --length 256 --out hf-audit && pointsman report hf-audit
 
 Needs `pip install 'pointsman[hf,report]'` and enwik8 (docs/data.md). `train` takes six and a half
 minutes of one CPU core.

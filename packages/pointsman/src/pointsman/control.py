@@ -183,8 +183,8 @@ def step_end(model: nn.Module, reduce: Callable[[Sequence[Tensor]], None] | None
                 routers[0].warn("step_end: the processes ran other layers in this step, and each counts its own tokens")
         elif any(router.gathered() for router in routers):
             routers[0].warn(
-                "step_end: each of the processes counts its own tokens only: give the model that "
-                "DistributedDataParallel wraps, or reduce (pointsman.engines.common.step_end adds up over a group)"
+                "step_end: each of the processes counts its own tokens only: give the DistributedDataParallel module, "
+                "not the model in it, or reduce (pointsman.engines.common.step_end adds up over a group)"
             )
     with torch.no_grad():
         if reduce is not None:

@@ -28,7 +28,7 @@ class AuditResult:
     """The result of `audit`. Losses are nats per text token; `pointsman.diagnostics` defines all other figures.
 
     "half" is half the width of a 95 % interval over blocks of text (rows of tokens); None below three blocks.
-    A "difference" is to the model's own k, paired block by block, its interval corrected for the number of values of k.
+    A "difference" is to the own k, paired by quarters of rows, its interval corrected for the number of values of k.
 
     Attributes:
         model, parameters: the class's name, and its number of parameters.
