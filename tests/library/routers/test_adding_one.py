@@ -79,6 +79,13 @@ def test_mistakes_in_what_is_registered_are_told_at_once(
         register("mine", scores=linear_scores, **fields)(choice)
 
 
+@pytest.mark.parametrize("kind", ["router", "mixer"])
+def test_what_is_no_function_is_refused(kind: str) -> None:
+    add = {"router": registry.register_router, "mixer": registry.register_mixer}[kind]
+    with pytest.raises(ValueError, match=r"registered from a function of its own \(def\), not from functools.partial"):
+        add("mine", paper="none")(partial(linear_scores, bias=False))
+
+
 def test_a_scorer_with_a_forward_of_its_own_gets_raised_hidden_states() -> None:
     class Halved(LinearScorer):
         def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:

@@ -147,6 +147,8 @@ class Entry:
 
 
 def _options(build: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    if not inspect.isfunction(build):
+        raise ValueError(f"a router or mixer is registered from a function of its own (def), not from {build!r}")
     hints, given = get_type_hints(build), inspect.signature(build).parameters
     found = {name: one for name, one in given.items() if one.kind is inspect.Parameter.KEYWORD_ONLY}
     for name in found.keys() - hints:
@@ -243,7 +245,7 @@ def register_router(
 
     Raises:
         ValueError: another router or mixer has that name, it is reserved or no name in specs, an option of the function
-            has no type or is one of every router, or `needs` or `defaults` has an unknown name.
+            has no type or is one of every router, `needs` or `defaults` has an unknown name, or it is no function.
     """
 
     def add(function: Callable[..., Stages]) -> Callable[..., Stages]:
