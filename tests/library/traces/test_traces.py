@@ -7,7 +7,9 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -284,7 +286,35 @@ ggml_debug:             ffn_moe_topk-0 = (i32)       VIEW(ffn_moe_argsort-0{8, 3
         from_llama_cpp("nothing", EXPERTS)
 
 
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.int32])
+def test_what_is_missing_is_missing_in_every_dtype(kind: Any) -> None:
+    found = from_requests([np.zeros((2, 1, 2), kind)], 256, token_ids=[[1, 2, 3]]).experts["0"]
+    assert found.tolist() == [[0, 0], [0, 0], [-2, -2]]
+
+
+def test_one_sequence_without_a_dimension_for_it_is_saved(tmp_path: Path) -> None:
+    layer = MoE(8, 8, EXPERTS, router="hash", vocab_size=9)
+    ids = torch.arange(5)
+    with record_routing(layer) as records:
+        layer(torch.randn(5, 8), RoutingContext(token_ids=ids))
+    trace = RoutingTrace.load(records.save(tmp_path / "one.safetensors"))
+    assert trace.lengths.tolist() == [5]
+    assert trace.hashes is not None
+    assert trace.hashes.tolist() == [hash_of(ids)]
+
+
+def test_weights_of_some_layers_are_refused() -> None:
+    chosen = torch.zeros(3, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="layer 'b' has no weights, others have"):
+        RoutingTrace({"a": chosen, "b": chosen}, {"a": 4, "b": 4}, torch.tensor([3]), weights={"a": torch.ones(3, 2)})
+
+
 def test_bad_requests_are_refused() -> None:
+    with pytest.raises(ValueError, match="multiple of batch=0"):
+        from_megatron([torch.zeros(4, 2)], 4, batch=0)
+    with pytest.raises(ValueError, match="no whole tokens of 0 x 2"):
+        from_sglang([{"routed_experts": ""}], 4, layers=0, top_k=2)
+    assert from_sglang([{"routed_experts": ""}], 4, layers=1, top_k=2, token_ids=[[1]]).tokens == 1
     with pytest.raises(ValueError, match="request 1: 9 tokens, but routing of 5"):
         from_requests([torch.zeros(4, 2, 2).int(), torch.zeros(5, 2, 2).int()], 4, token_ids=[[1] * 5, [1] * 9])
     with pytest.raises(ValueError, match=r"request 1: whole numbers \[tokens, 2, 2\]"):

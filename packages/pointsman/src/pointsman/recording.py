@@ -155,7 +155,8 @@ class record_routing:  # noqa: N801 - used like a function
     def _take(self, name: str, routing: Routing, context: RoutingContext | None, hidden: Tensor) -> None:
         if self._callback is None:
             self.records[name] = routing
-            self.records.contexts[name] = context
+            kept = context and RoutingContext(padding_mask=context.padding_mask, token_ids=context.token_ids)
+            self.records.contexts[name] = kept  # without the model's graph
         else:
             self._callback(name, routing, context)
 

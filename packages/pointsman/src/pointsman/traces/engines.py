@@ -3,13 +3,6 @@
 Each reader follows the layout that the engine documents, and is tested on files and values in that layout, not on the
 engine itself. An engine says nothing of a sequence's last token, whose experts no further token needed: its choices are
 `MISSING`. Expert numbers must be the model's own, not the places after a rearrangement (EPLB).
-
-| engine | what it gives |
-|---|---|
-| vLLM | `RequestOutput.outputs[0].routed_experts`, [tokens - 1, layers, k] (`enable_return_routed_experts`) |
-| SGLang | `meta_info["routed_experts"]`: base64 of int32, [tokens - 1, layers, k] (`return_routed_experts`) |
-| Megatron-core | `RouterReplay`: a list of layers, each [tokens, k], time before batch |
-| llama.cpp | the text of `llama-eval-callback`, tensors `ffn_moe_topk-L` printed whole |
 """
 
 from __future__ import annotations
@@ -20,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +24,8 @@ def from_requests(
     routed: Sequence[Any], num_experts: int, *, token_ids: Sequence[Sequence[int]] | None = None, origin: str = "vllm"
 ) -> RoutingTrace:
     """vLLM's and any engine's routing by request: for each request [tokens or tokens - 1, layers, k] whole numbers.
+
+    vLLM: `RequestOutput.outputs[0].routed_experts` (`enable_return_routed_experts`).
 
     Args:
         num_experts: E of every layer.
@@ -53,7 +49,7 @@ def from_requests(
         if not tokens - 1 <= len(one) <= tokens:
             raise ValueError(f"request {number}: {tokens} tokens, but routing of {len(one)}: all of them are expected, "
                              "or all but the last one")  # fmt: skip
-        parts.append(torch.cat([one.long(), one.new_full((tokens - len(one), *one.shape[1:]), MISSING).long()]))
+        parts.append(torch.cat([one.long(), one.long().new_full((tokens - len(one), *one.shape[1:]), MISSING)]))
         lengths.append(tokens)
     if not parts:
         raise ValueError("no request has a routing")
@@ -79,11 +75,9 @@ def from_sglang(
             content = base64.b64decode(info["routed_experts"], validate=True)
         except (KeyError, TypeError, binascii.Error):
             raise ValueError(f"request {number}: meta_info has no base64 text under 'routed_experts'") from None
-        if len(content) % (4 * layers * top_k):
-            raise ValueError(
-                f"request {number}: {len(content) // 4} numbers: no whole tokens, {layers} layers x {top_k}"
-            )
-        routed.append(torch.frombuffer(bytearray(content), dtype=torch.int32).view(-1, layers, top_k))
+        if min(layers, top_k) < 1 or len(content) % (4 * layers * top_k):
+            raise ValueError(f"request {number}: {len(content) // 4} numbers: no whole tokens of {layers} x {top_k}")
+        routed.append(torch.from_numpy(np.frombuffer(content, np.int32).copy()).view(-1, layers, top_k))
     return from_requests(routed, num_experts, token_ids=token_ids, origin="sglang")
 
 
@@ -97,7 +91,7 @@ def from_megatron(recorded: Sequence[Tensor], num_experts: int, *, batch: int = 
     if not recorded:
         raise ValueError("no layer was recorded")
     tokens = len(recorded[0])
-    if any(one.dim() != 2 or one.shape != recorded[0].shape for one in recorded) or tokens % batch:
+    if batch < 1 or any(one.dim() != 2 or one.shape != recorded[0].shape for one in recorded) or tokens % batch:
         raise ValueError(f"{[list(one.shape) for one in recorded[:3]]}: every layer must be [tokens, k], the tokens a "
                          f"multiple of batch={batch}")  # fmt: skip
     rows = torch.arange(tokens).view(-1, batch).t().reshape(-1)  # [T, B] -> [B, T]

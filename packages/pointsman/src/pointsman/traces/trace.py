@@ -69,6 +69,8 @@ class RoutingTrace:
                 width = self.num_experts[layer] if part == "logits" else self.top_k(layer)
                 if values.shape[1] != width:
                     raise ValueError(f"layer {layer!r}: {values.shape[1]} {part} a token, not {width}")
+            if getattr(self, part) and (without := self.experts.keys() - getattr(self, part)):
+                raise ValueError(f"layer {min(without)!r} has no {part}, others have")
         for layer, chosen in self.experts.items():
             most = min(self.num_experts[layer] - 1, torch.iinfo(torch.int16).max)
             if chosen.numel() and not MISSING <= int(chosen.min()) <= int(chosen.max()) <= most:
@@ -233,6 +235,7 @@ class TraceWriter:
             ids: [B, T], the token ids that the forward was given, where they are known.
         """
         ids = context.token_ids if ids is None and context is not None else ids
+        ids = ids if ids is None or ids.dim() > 1 else ids[None]
         mask = None if context is None else context.padding_mask
         shape = next((one.shape for one in (mask, ids) if one is not None), torch.Size([1, len(routing.experts)]))
         real = torch.ones(shape, dtype=torch.bool) if mask is None else mask.cpu()
