@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import pointsman
 from pointsman.engines.common import step_end
-from pointsman.routers.frame.router import redraw
+from pointsman.ops.drawing import redraw
 from tests.library.engines.build import BUILDERS, DIM, EXPERTS, HIDDEN, Built, megatron, nemo, olmo_core, torchtitan
 
 SPEC = "xmoe:balance=0.5"

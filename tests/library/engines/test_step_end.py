@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing, nn
@@ -92,12 +93,48 @@ def without_a_group() -> None:
     assert told.startswith("step_end: each of the processes counts its own tokens only")
 
 
+def each_its_own_layer() -> None:
+    """Two processes that ran different layers, with sums of one size, add up nothing, and the next step is whole."""
+    torch.manual_seed(0)
+    spec = f"loss-free:rate={RATE}"
+    model = nn.ModuleList([pointsman.MoE(16, 24, EXPERTS, top_k=2, router=spec) for _ in range(2)]).train()
+    ready = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    hidden = torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for end in (pointsman.step_end, lambda one: step_end(one.module)):
+        for layer in model:
+            layer.router._warned.clear()
+        model[dist.get_rank()](hidden).sum().backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            before = [layer.router.select.bias.clone() for layer in model]
+            counts = model[dist.get_rank()].router.select.sums["counts"].float()
+            end(ready)
+        assert ["ran other layers" in str(one.message) for one in caught] == [True]
+        moved = [layer.router.select.bias - old for layer, old in zip(model, before, strict=True)]
+        torch.testing.assert_close(moved[dist.get_rank()], RATE * torch.sign(counts.mean() - counts))
+        assert not moved[1 - dist.get_rank()].any()
+    with pointsman.record_routing(model[0]) as records:
+        model[0](hidden).sum().backward()
+    before = model[0].router.select.bias.clone()
+    step_end(model)
+    torch.testing.assert_close(model[0].router.select.bias - before, counted(records[""].experts))
+
+
+def sorted_alone() -> None:
+    layer = pointsman.MoE(16, 24, EXPERTS, top_k=2, router="loss-free:update=quantile:bins=0").train()
+    layer(torch.randn(1, 7, 16)).sum().backward()
+    with pytest.raises(ValueError, match="bins=0 sorts in one process only; use bins=1000"):
+        step_end(layer)
+
+
 def both(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     groups = [dist.new_group([one]) for one in range(2)]
     of_our_router(groups[rank])
     without_a_group()
+    each_its_own_layer()
+    sorted_alone()
     of_a_class(groups[rank])
     dist.destroy_process_group()
 

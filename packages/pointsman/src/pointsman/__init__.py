@@ -16,27 +16,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "AttentionTrace",
-    "MoE",
-    "Router",
-    "Routing",
-    "RoutingContext",
-    "add_losses",
-    "build_router",
-    "build_routers",
-    "freeze",
-    "list_routers",
-    "losses",
-    "materialize",
-    "param_groups",
-    "record_routing",
-    "replay_routing",
-    "set_loss_scale",
-    "set_top_k",
-    "step_end",
-    "track_steps",
-    "upcycle",
-]
+    "AttentionTrace", "MoE", "Router", "Routing", "RoutingContext", "add_losses", "build_router", "build_routers",
+    "freeze", "list_routers", "losses", "materialize", "param_groups", "record_routing", "replay_routing",
+    "set_loss_scale", "set_top_k", "step_end", "track_steps", "upcycle",
+]  # fmt: skip
 
 
 _HOMES = {
@@ -49,7 +32,7 @@ _HOMES = {
     "recording": ("record_routing",),
     "replay": ("replay_routing",),
 }
-_PACKAGES = ("diagnostics", "engines", "hf", "testing")
+_PACKAGES = ("diagnostics", "engines", "hf", "parallel", "testing", "traces")
 
 
 def __getattr__(name: str) -> Any:

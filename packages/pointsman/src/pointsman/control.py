@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pointsman._errors import did_you_mean
 from pointsman.layer import MoE
-from pointsman.ranks import every_rank
+from pointsman.ranks import Ranks, every_rank
 from pointsman.routers.frame.registry import COMMON, build_router, format_spec, parse_spec
 from pointsman.routers.frame.router import Router, check_top_k
 from pointsman.routers.frame.stage_values import Loss
@@ -161,6 +162,17 @@ def undecayed(model: nn.Module) -> set[int]:
     return found
 
 
+def added_up(model: nn.Module, ranks: Ranks) -> Callable[[Sequence[Tensor]], None]:
+    """Adds up over ranks that ran the same layers in this step; of others each counts for itself, with a warning."""
+    routers = list(dict.fromkeys(router for _, router in named_routers(model)))
+    if ranks.count > 1 and any(router.needs_step_end for router in routers):
+        sums = [[tuple(value.shape) for value in router.gathered()] for router in routers]
+        if not ranks.alike(zlib.crc32(repr(sums).encode()), next(model.parameters()).device):
+            routers[0].warn("step_end: the processes ran other layers in this step, and each counts its own tokens")
+            return lambda tensors: None
+    return ranks.add_up
+
+
 def step_end(model: nn.Module, reduce: Callable[[Sequence[Tensor]], None] | None = None) -> None:
     """Once after each optimizer step: norms kept, schedules, running statistics.
 
@@ -176,11 +188,7 @@ def step_end(model: nn.Module, reduce: Callable[[Sequence[Tensor]], None] | None
         reduce = routers[0].ranks.add_up
     elif reduce is None and any(router.needs_step_end for router in routers) and every_rank().count > 1:
         if groups := [part.process_group for part in model.modules() if isinstance(part, DistributedDataParallel)]:
-            size = sum(tensor.numel() for router in routers for tensor in router.gathered())
-            if (ranks := every_rank(groups[0])).alike(size, next(model.parameters()).device):
-                reduce = ranks.add_up
-            else:
-                routers[0].warn("step_end: the processes ran other layers in this step, and each counts its own tokens")
+            reduce = added_up(model, every_rank(groups[0]))
         elif any(router.gathered() for router in routers):
             routers[0].warn(
                 "step_end: each of the processes counts its own tokens only: give the DistributedDataParallel module, "
@@ -188,6 +196,9 @@ def step_end(model: nn.Module, reduce: Callable[[Sequence[Tensor]], None] | None
             )
     with torch.no_grad():
         if reduce is not None:
+            for router in routers:
+                if "margins" in router.select.sums:
+                    raise ValueError(f"step_end: {router.spec}: {router.select.one_process}")
             reduce([tensor for router in routers for tensor in router.gathered()])
         for router in routers:
             router.step_end()
@@ -225,7 +236,7 @@ def materialize(model: nn.Module) -> nn.Module:
         if weights is None:
             raise ValueError(f"materialize: layer {name!r}: no linear router equals {router.spec!r}")
         weight, bias = weights
-        scorer = LinearScorer(router.dim, router.num_experts, bias=bias is not None).to(weight.device, weight.dtype)
+        scorer = LinearScorer(router.dim, len(weight), bias=bias is not None).to(weight.device, weight.dtype)
         with torch.no_grad():
             scorer.weight.copy_(weight)
             if scorer.bias is not None and bias is not None:
@@ -243,6 +254,7 @@ def materialize(model: nn.Module) -> nn.Module:
             build_router, router.spec, dim=router.dim, num_experts=router.num_experts, top_k=router.top_k
         )
         router.score, router.losses = scorer, kept
+        router.declare()
     return model
 
 

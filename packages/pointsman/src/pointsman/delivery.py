@@ -211,6 +211,7 @@ class Deliver(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gather is not None:
             ctx.gather(ctx.statistics)
+            ctx.gather = None  # a second pass through the graph is no second micro-batch
         if ctx.kept is not None and ctx.kept.losses and ctx.kept.home is not None:
             ctx.kept.home.lose()
         return (grads[0], None, None, None, None, *(None if ctx.kept else ctx.scale.to(dtype) for dtype in ctx.dtypes))

@@ -19,24 +19,7 @@ from pointsman.diagnostics.statistics import (
 from pointsman.recording import observe_routing
 
 __all__ = [
-    "CoActivation",
-    "Diagnostic",
-    "Diagnostics",
-    "Entropy",
-    "Fluctuation",
-    "JacobianTerms",
-    "LayerGradient",
-    "Load",
-    "Margin",
-    "Mixing",
-    "OutputSimilarity",
-    "RepresentationCollapse",
-    "RoutingDiagnostic",
-    "RoutingMonitor",
-    "Specialisation",
-    "inter_run_consistency",
-    "layer_gradients",
-    "load_summary",
-    "observe_routing",
-    "scalars",
-]
+    "CoActivation", "Diagnostic", "Diagnostics", "Entropy", "Fluctuation", "JacobianTerms", "LayerGradient", "Load",
+    "Margin", "Mixing", "OutputSimilarity", "RepresentationCollapse", "RoutingDiagnostic", "RoutingMonitor",
+    "Specialisation", "inter_run_consistency", "layer_gradients", "load_summary", "observe_routing", "scalars",
+]  # fmt: skip

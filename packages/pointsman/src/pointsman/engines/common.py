@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pointsman.control import added_up
 from pointsman.control import step_end as step_end_of
 from pointsman.delivery import Deliver
 from pointsman.parallel.shard import without_scalars
@@ -50,9 +51,7 @@ def carried(
     if router.needs:
         raise refuse(f"it needs {', '.join(sorted(router.needs))}, which this layer does not get")
     if router.objective is not None:
-        raise refuse(
-            f"its objective, {router.objective}, takes two passes in each step, which the engine does not make"
-        )
+        raise refuse(f"its objective, {router.objective}, takes two passes a step, which the engine does not make")
     if router.score.may_need_responses:
         raise refuse("it asks all experts for their outputs, which this layer computes after the choice")
     if router.virtual:
@@ -107,4 +106,4 @@ def step_end(model: nn.Module, group: Any = None) -> None:
     Args:
         group: the process group of the ranks that hold the same layers; None: all. Pipeline parallelism needs it.
     """
-    step_end_of(model, every_rank(group).add_up)
+    step_end_of(model, added_up(model, every_rank(group)))

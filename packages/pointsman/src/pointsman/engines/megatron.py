@@ -55,9 +55,7 @@ class PointsmanRouter(Router):  # type: ignore[misc]
         for name, nothing in OTHERS.items():
             value = getattr(config, name, nothing)
             if value != nothing and not (name == "moe_router_load_balancing_type" and not config.moe_aux_loss_coeff):
-                raise ValueError(
-                    f"Megatron-core: {name}={value!r} is TopKRouter's: set {nothing!r}; the spec says it all"
-                )
+                raise ValueError(f"Megatron-core: {name}={value!r} is TopKRouter's: set {nothing!r}; the spec says all")
         self.num_experts, self.topk, self.layer_number = config.num_moe_experts, config.moe_router_topk, None
         self.parts = config.context_parallel_size * (
             config.tensor_model_parallel_size if config.sequence_parallel else 1

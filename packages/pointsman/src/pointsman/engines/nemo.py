@@ -14,7 +14,8 @@ from nemo_automodel.components.moe.megatron.moe_utils import MoEAuxLossAutoScale
 from torch import Tensor, nn
 
 from pointsman.engines.common import carried, deliver
-from pointsman.routers.frame.router import Router, redraw
+from pointsman.ops.drawing import redraw
+from pointsman.routers.frame.router import Router
 from pointsman.routing import Routing, RoutingContext
 
 ENGINE = "NeMo Automodel"

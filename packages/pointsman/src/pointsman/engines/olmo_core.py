@@ -16,7 +16,7 @@ from olmo_core.nn.moe.router import MoERouter, MoERouterConfig
 from torch import Tensor
 
 from pointsman.engines.common import carried, deliver
-from pointsman.routers.frame.router import redraw
+from pointsman.ops.drawing import redraw
 from pointsman.routing import Routing
 
 ENGINE = "OLMo-core"

@@ -23,7 +23,7 @@ from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.protocols.module import Module
 
 from pointsman.engines.common import carried, deliver
-from pointsman.routers.frame.router import redraw
+from pointsman.ops.drawing import redraw
 from pointsman.routing import Routing
 
 ENGINE = "torchtitan"
@@ -52,9 +52,7 @@ class Router(Module):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
         super().__init__()
         if config._debug_force_load_balance:
-            raise ValueError(
-                f"{ENGINE}: _debug_force_load_balance is of TokenChoiceTopKRouter; this router chooses itself"
-            )
+            raise ValueError(f"{ENGINE}: _debug_force_load_balance is TokenChoiceTopKRouter's; the spec says all")
         self.num_experts, self.top_k = config.num_experts, config.top_k
         sizes = {"dim": config.dim, "num_experts": config.num_experts, "top_k": config.top_k}
         self._built = partial(carried, ENGINE, config.spec, **sizes)

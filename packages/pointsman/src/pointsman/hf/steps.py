@@ -9,7 +9,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from pointsman._values import check_whole
-from pointsman.control import step_end
+from pointsman.control import added_up, step_end
 from pointsman.diagnostics.monitor import RoutingMonitor, scalars
 from pointsman.hf.balance import moved
 from pointsman.ranks import every_rank
@@ -26,7 +26,7 @@ class StepEnd(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
         assert model is not None
         moved(model)
-        step_end(model, every_rank().add_up)
+        step_end(model, added_up(model, every_rank()))
 
 
 class RoutingLog(TrainerCallback):

@@ -10,10 +10,11 @@ Shapes: rows come first, alone ([B, ...]) or with the tokens of each behind one 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from pointsman.ranks import ALONE, Ranks
 
@@ -45,3 +46,20 @@ def dropout(values: Tensor, rate: float, training: bool, ranks: Ranks = ALONE) -
     if ranks.count == 1 or not training or not rate:
         return F.dropout(values, rate, training)
     return values * own_rows(lambda shape: F.dropout(values.new_ones(shape), rate), values.shape, ranks)
+
+
+def redraw(router: nn.Module, fresh: nn.Module) -> None:
+    """Gives a router the weights and the state of another of its spec, also where they are divided over ranks."""
+    own, drawn = (dict[str, Any]([*one.named_parameters(), *one.named_buffers()]) for one in (router, fresh))
+    if {name: one.numel() for name, one in own.items()} != {name: one.numel() for name, one in drawn.items()}:
+        raise ValueError(f"{router.spec}: it has other tensors than a new one: load its weights")
+    for name, held in own.items():
+        if held.is_meta:
+            continue
+        value = drawn[name].detach().to(held.device, held.dtype).view(held.shape)
+        if hasattr(held, "placements"):
+            from torch.distributed.tensor import distribute_tensor
+
+            value = distribute_tensor(value, held.device_mesh, held.placements)
+        with torch.no_grad():
+            held.copy_(value)

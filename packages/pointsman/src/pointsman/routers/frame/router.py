@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pointsman import auxiliary
+from pointsman.ops.drawing import redraw
 from pointsman.ops.kernels import exporting
 from pointsman.ops.linear import autocast_enabled, upcast
 from pointsman.ranks import ALONE, Ranks
@@ -71,21 +72,26 @@ class Router(nn.Module):
         self.losses: Mapping[str, Loss] = dict(stages.losses)
         self.objective, self.objective_weight = stages.objective, stages.objective_weight
         self.objective_known, self._built_at = False, _steps["taken"]  # whether the loop computes it
-        parts = [part for _, part in self._stages()]
-        for flag, combine in (("causal", all), ("batch_invariant", all), ("stochastic", any)):
-            setattr(self, flag, combine(getattr(part, flag) for part in parts))
-            setattr(self, f"training_{flag}", combine(_in_training(part, flag) for part in parts))
+        self.declare()
         self.ragged = select.ragged or bool(layer.virtual)
-        own = self.weigh == "input" or bool(layer.virtual) or options["dense_gradient"]
+        self.dense_gradient = bool(options["dense_gradient"])
+        own = self.weigh == "input" or bool(layer.virtual) or self.dense_gradient
         self.needs_moe = own or select.needs_moe or stages.score.may_need_responses
-        self.needs: frozenset[str] = frozenset().union(*(part.needs for part in parts))
-        self.needs_step_end = any(part.needs_step_end for part in parts)
         self.replayed: Tensor | None = None
-        if options["dense_gradient"]:
+        if self.dense_gradient:
             select.one_process = "with dense_gradient each token runs all experts where it is"
         self._frozen = False
         self._at_step_end: tuple[int, int] | None = None  # or at the last training forward
         self._warned: set[str] = set()
+
+    def declare(self) -> None:
+        """Sets what the router declares of itself, from its stages."""
+        parts = [part for _, part in self._stages()]
+        for flag, combine in (("causal", all), ("batch_invariant", all), ("stochastic", any)):
+            setattr(self, flag, combine(getattr(part, flag) for part in parts))
+            setattr(self, f"training_{flag}", combine(_in_training(part, flag) for part in parts))
+        self.needs: frozenset[str] = frozenset().union(*(part.needs for part in parts))
+        self.needs_step_end = any(part.needs_step_end for part in parts)
 
     def _stages(self) -> Iterator[tuple[str, Stage]]:
         return ((name, stage) for name in STAGES if (stage := getattr(self, name)) is not None)
@@ -223,6 +229,7 @@ class Router(nn.Module):
                 state_dict[prefix + name] = saved.reshape(parameter.shape)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self._at_step_end = None  # loading is no step
+        self._forget()  # what a step counted that is thrown away
 
     def gather(self, statistics: Tensors) -> None:
         """Hands one micro-batch's statistics to the stages; called in backward, once per micro-batch."""
@@ -243,6 +250,9 @@ class Router(nn.Module):
             for _, stage in self._stages():
                 stage.step_end()
             self._at_step_end = self._moves()
+        self._forget()
+
+    def _forget(self) -> None:
         for module in self.modules():
             if isinstance(module, Stage):
                 module.sums.clear()
@@ -252,7 +262,9 @@ class Router(nn.Module):
         return sum(parameter._version for parameter in self.parameters()), _steps["taken"]
 
     def _check_training(self) -> None:
-        if self.top_k == 1 and self.select.renormalize and any(p.requires_grad for p in self.score.parameters()):
+        divided = self.select.renormalize or (self.capacity and self.limit and self.limit.total)
+        alone = self.top_k == 1 and divided and not self.dense_gradient
+        if alone and any(p.requires_grad for p in self.score.parameters()):
             self.warn(
                 f"{self.spec}: with top_k=1 and renormalised weights every weight is exactly 1, so the router gets no "
                 "gradient from the output; use renormalize=false or a larger k"
@@ -279,23 +291,6 @@ class Router(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.spec}, dim={self.dim}, num_experts={self.num_experts}, top_k={self.top_k}"
-
-
-def redraw(router: Router, fresh: Router) -> None:
-    """Gives a router the weights and the state of another of its spec, also where they are divided over ranks."""
-    own, drawn = (dict[str, Any]([*one.named_parameters(), *one.named_buffers()]) for one in (router, fresh))
-    if {name: one.numel() for name, one in own.items()} != {name: one.numel() for name, one in drawn.items()}:
-        raise ValueError(f"{router.spec}: it has other tensors than a new one: load its weights")
-    for name, held in own.items():
-        if held.is_meta:
-            continue
-        value = drawn[name].detach().to(held.device, held.dtype).view(held.shape)
-        if hasattr(held, "placements"):
-            from torch.distributed.tensor import distribute_tensor
-
-            value = distribute_tensor(value, held.device_mesh, held.placements)
-        with torch.no_grad():
-            held.copy_(value)
 
 
 def _add(statistics: dict[str, Tensor], stage: str, found: Tensors) -> None:

@@ -185,6 +185,9 @@ class BiasedTopK(Selector):
         super().__init__(renormalize)
         self.update, self.on_logits = update, on_logits
         self.groups, self.kept, self.group_score = groups, kept, group_score
+        self.overrides = frozenset({"mixer"}) if on_logits else frozenset()  # mixers hand on probabilities only
+        if getattr(update, "bins", None) == 0:
+            self.one_process = "bins=0 sorts in one process only; use bins=1000"
         self.needs_step_end = update is not None
         self.bias: Tensor
         self.register_buffer("bias", bias)
@@ -192,7 +195,7 @@ class BiasedTopK(Selector):
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> Selection:
         probs = scores.probs.flatten(0, 1)
         bias = self.bias.to(probs.dtype)
-        ranked = scores.choice.flatten(0, 1) if self.on_logits else probs  # a mixer hands on probabilities only
+        ranked = scores.choice.flatten(0, 1) if self.on_logits else probs
         choice = keep_groups(ranked.detach() + bias, self.groups, self.kept, k, self.group_score)
         experts = top_k(choice, k)
         weights = self.renormalized(probs.gather(-1, experts))
