@@ -17,7 +17,9 @@ from transformers import AutoModelForCausalLM
 import pointsman
 from pointsman import hf
 from pointsman.hf.counterpart import counterpart
+from pointsman.hf.listen import GateListener
 from pointsman_lab.checkpoints import audit, compress
+from pointsman_lab.checkpoints.audit.precision import Precisions
 from pointsman_lab.checkpoints.text import KINDS, text_batches
 from tests.library.hf import zoo
 from tests.library.hf.test_replace import spread
@@ -234,6 +236,17 @@ def test_a_gate_on_the_disk_is_audited_without_costs(tmp_path: Path) -> None:
     assert f"cost to serve left out: {why}" in found.notes
     found.save(tmp_path / "out")
     assert not found.analyses["serving"]
+    hooked = spread(zoo.tiny_model("mixtral"))
+    for layer in hooked.model.layers:  # as where a model is dispatched over several devices
+        accelerate.hooks.add_hook_to_module(layer.mlp.gate, accelerate.hooks.AlignDevicesHook(torch.device("cpu")))
+    copies: list[str] = []
+    hooked.__class__ = type("Counted", (type(hooked),), {"__deepcopy__": lambda *_: copies.append("one")})
+    listener = GateListener(hooked, "audit")
+    precisions = Precisions(listener)
+    with precisions.compare(torch.ones(8, dtype=torch.bool)):
+        hooked(torch.arange(8)[None])
+    assert precisions.found.keys() == {"model.layers.0.mlp", "model.layers.1.mlp"}
+    assert not copies  # a copied gate leads to no model
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     wholly = audit(model, tokenizer(), texts(8), length=12)
     assert wholly.quality[0]["loss"] == pytest.approx(result.quality[0]["loss"])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pointsman import hf
 from pointsman.hf.gates import find_gates
 from pointsman_lab.checkpoints import audit, compress
 from pointsman_lab.checkpoints.choosing import METHODS, plan
@@ -271,6 +272,16 @@ def test_transformers_alone_loads_layers_of_several_sizes(tmp_path: Path) -> Non
     assert torch.equal(logits(load_model(words[0])), logits(model))  # without the folder's code
 
 
+@pytest.mark.parametrize("spec", ["smoe+similarity:strength=0.5", "hyperrouter:hyper_dim=8:share=true", "xmoe"])
+def test_layers_of_several_sizes_keep_their_routers(spec: str, tmp_path: Path) -> None:
+    from pointsman.hf.loading import load_model
+
+    model, _ = mixed(spread(zoo.tiny_model("mixtral")))
+    hf.replace_routers(model, spec)
+    model.save_pretrained(tmp_path / "uneven")
+    assert torch.allclose(logits(load_model(str(tmp_path / "uneven"))), logits(model), atol=1e-6)
+
+
 @pytest.mark.parametrize("method", [*METHODS])
 def test_uneven_layers_under_one_budget(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman_lab.checkpoints.choosing.SWAPS", 4)
@@ -325,6 +336,8 @@ def test_an_uneven_model_is_verified_beside_an_even_one_and_stays_a_model(tmp_pa
     [
         ("mixtral", {"method": "reep"}, "did you mean 'reap'"),
         ("mixtral", {"experts": 1}, "allowed are 2 to 7"),
+        ("mixtral", {"experts": 2.5}, "experts=2.5: allowed are a share below 1 or a whole number"),
+        ("mixtral", {"experts": float("nan")}, "experts=nan: allowed are a share"),
         ("mixtral", {"experts": 8}, "allowed are 2 to 7"),
         ("deepseek_v3", {"experts": 5}, "multiples of 2"),
         ("deepseek_v3", {"experts": 2}, "allowed are 4 to 7"),

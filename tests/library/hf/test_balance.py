@@ -292,6 +292,17 @@ def test_a_classifier_that_ignores_the_number_of_items_adds_the_whole_loss(kind:
     torch.testing.assert_close(*added)
 
 
+def test_a_class_that_ignores_the_number_of_items_adds_the_whole_loss() -> None:
+    plain = zoo.tiny_model("switch_transformers").train()
+    plain.config.decoder_start_token_id = 0
+    model = hf.balance(plain, 1.0)
+    added = []
+    for items in ({}, {"num_items_in_batch": 64}):
+        torch.manual_seed(0)  # its gates draw, and so does its dropout
+        added.append(model(IDS, labels=IDS, **items).loss)
+    torch.testing.assert_close(*added)
+
+
 @pytest.mark.parametrize("how", ["loss", "bias"])
 def test_what_waits_for_a_step_is_no_copys(how: Any, tmp_path: Path) -> None:
     model = hf.balance(deepseek(), how=how)

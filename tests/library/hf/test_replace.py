@@ -227,6 +227,16 @@ def test_materialized_is_the_same_and_stock(tmp_path: Path) -> None:
     run(STOCK, tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_materialized_gates_follow_a_change_of_the_dtype(dtype: torch.dtype) -> None:
+    model = spread(zoo.tiny_model("mixtral")).to(torch.float32 if dtype == torch.bfloat16 else torch.bfloat16)
+    hf.replace_routers(model, "hyperrouter")
+    model.to(dtype)
+    pointsman.materialize(model)
+    assert model.model.layers[0].mlp.gate.weight.dtype == dtype
+    assert model(IDS).logits.dtype == dtype
+
+
 def run(script: str, folder: Path) -> None:
     """A script in a new process, given a folder."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}

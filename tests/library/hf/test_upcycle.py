@@ -114,6 +114,8 @@ def test_router_trains_and_materializes() -> None:
         ("llama", {"num_experts": 0}, {}, "num_experts"),
         ("llama", {"top_k": 5}, {}, "from 1 to 4"),
         ("llama", {"noise": -1.0}, {}, "noise"),
+        ("llama", {"noise": float("inf")}, {}, "noise"),
+        ("llama", {"noise": True}, {}, "noise"),
         ("llama", {}, {"attention_bias": True}, "attention_bias"),
         ("llama", {"router": "smoe|sparsemixer"}, {}, "weights of 'sparsemixer' do not sum to 1"),
         ("llama", {"router": "smoe:renormalize=false"}, {}, "do not sum to 1"),

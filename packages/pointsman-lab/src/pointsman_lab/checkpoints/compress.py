@@ -166,6 +166,8 @@ def compress(
         raise ValueError(
             f"compress: method={method!r}: {limits} groups of experts limit the choice: no merge has a place"
         )
+    if not (0 < experts < 1 or (experts >= 1 and float(experts).is_integer())):
+        raise ValueError(f"compress: experts={experts!r}: allowed are a share below 1 or a whole number")
     kept = round(number * experts) if experts < 1 else int(experts)
     if not least <= kept < number:
         raise ValueError(f"compress: experts={experts:g} keeps {kept} of {number}: allowed are {least} to {number - 1}")

@@ -23,7 +23,9 @@ from pointsman.hf.given import names_of
 from pointsman.ops.linear import in_backward
 
 logger = logging.getLogger("pointsman.hf")
-WITHOUT_ITEMS = ("ForSequenceClassification", "ForTokenClassification")  # these ignore `num_items_in_batch`
+WITHOUT_ITEMS = ("ForSequenceClassification", "ForTokenClassification",
+                 "SwitchTransformersForConditionalGeneration", "NllbMoeForConditionalGeneration")  # fmt: skip
+"""What ignores `num_items_in_batch`, by loss or class."""
 OWN = ("router_aux_loss_coef", "aux_loss_coef")
 """What the classes call the coefficient of their own loss."""
 ASKED = "output_router_logits"
@@ -93,7 +95,7 @@ def _close(home: Any, args: Any, kwargs: Any, output: Any) -> Any:
     if loss is None:
         watched.pending = [*watched.pending, weighted]
         return _with(output, aux_loss=value)
-    if getattr(home, "loss_type", None) not in WITHOUT_ITEMS:
+    if not {getattr(home, "loss_type", None), type(home).__name__} & {*WITHOUT_ITEMS}:
         weighted = weighted * _share(given, settings.shifts)
     return _with(output, aux_loss=value, loss=loss + weighted.to(loss.device, loss.dtype))
 
@@ -139,8 +141,9 @@ def balance(
     gets `loss-free` routers, which its checkpoint then names.
 
     Padding, known from the `attention_mask`, is not counted; activation checkpointing, compilation and autocast change
-    nothing. Only training forwards with gradients count. The class's own loss is turned off. A second call replaces the
-    first. Copies are balanced, too. Nothing is added to the checkpoint; its configuration has the coefficient.
+    nothing. Only training forwards with gradients count. The class's own loss is off, and with it `router_logits` in
+    training. A second call replaces the first. Copies are balanced, too. Nothing is added to the checkpoint; its
+    configuration has the coefficient.
 
     Args:
         coefficient: of the loss, default 0.01; how far the bias moves, default 0.001.

@@ -25,9 +25,7 @@ from pointsman.hf.layouts import LAYOUTS, Form, Kind, Layout, NotAGateError, kin
 PROBE_TOKENS = 6
 BY_TOKEN_ID = "chooses experts by token id, from a table"
 TOKEN_IDS = "input_ids"
-OTHER_BLOCKS = {
-    "DogeCDMoE": "finds experts of one neuron each by product keys: its scores are no product with one weight"
-}
+OTHER_BLOCKS = {"DogeCDMoE": "finds experts of one neuron by product keys: its scores are no product with one weight"}
 """Blocks without a gate: what they do."""
 
 

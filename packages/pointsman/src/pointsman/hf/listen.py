@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -81,6 +82,8 @@ class GateListener:
         context = self._given.context(name, len(flat))
         if isinstance(output, Routing):  # of a router of this library
             context = context or (args[1] if len(args) > 1 else kwargs.get("context"))
+        if context is not None and context.padding_mask is not None:  # on the inputs' device
+            context = replace(context, padding_mask=context.padding_mask.to(flat.device))
         try:
             routing = output.detach() if isinstance(output, Routing) else self.routing(name, module, output, len(flat))
         except NotAGateError as error:

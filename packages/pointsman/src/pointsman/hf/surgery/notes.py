@@ -84,9 +84,7 @@ def check_restored(model: PreTrainedModel) -> None:
     for config in _configs(model.config):
         gates = (getattr(config, CONFIG_KEY, None) or {"gates": {}})["gates"]
         prefixes = [f"{home}." if home else "" for home, module in homes.items() if module.config is config]
-        lost = [
-            name for name in gates if not any(hasattr(modules.get(prefix + name), CONFIG_KEY) for prefix in prefixes)
-        ]
+        lost = [name for name in gates if not any(hasattr(modules.get(one + name), CONFIG_KEY) for one in prefixes)]
         if prefixes and lost:
             raise ValueError(f"from_pretrained: {type(model).__name__} lacks {len(lost)} of the {len(gates)} gates "
                              f"whose routers were saved: {lost[0]!r}")  # fmt: skip

@@ -130,6 +130,7 @@ class _Routed:
 
     own_class: type[nn.Module]
     pointsman: Any
+    pointsman_dtype: torch.dtype
     pointsman_form: Form
     pointsman_state: ForwardState | None
 
@@ -137,6 +138,10 @@ class _Routed:
     def hidden_dim(self) -> int:
         """The width to which the class's code flattens its input: here that of the logits."""
         return int(self.pointsman.num_experts)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        self.pointsman_dtype = fn(torch.empty(0, dtype=self.pointsman_dtype)).dtype  # of the gate's own weights
+        return super()._apply(fn, recurse)  # type: ignore[misc]
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         router, rule, form = self.pointsman, self.pointsman.select, self.pointsman_form

@@ -92,7 +92,7 @@ def upcycle(
     check_whole("upcycle: num_experts", num_experts)
     if isinstance(top_k, bool) or not isinstance(top_k, int) or not 1 <= top_k <= num_experts:
         raise ValueError(f"upcycle: top_k={top_k!r}: allowed are whole numbers from 1 to {num_experts}")
-    if not noise >= 0:
+    if isinstance(noise, bool) or not 0 <= noise < float("inf"):
         raise ValueError(f"upcycle: noise={noise!r}: allowed are numbers from 0")
     if router is not None:
         for spec in split_specs(router):
