@@ -22,6 +22,7 @@ from pointsman.routers.frame.registry import (
     register_mixer,
     register_router,
 )  # fmt: skip
+from pointsman.routers.frame.stage_values import Loss
 from pointsman.routers.frame.stages import Stages
 
 
@@ -316,3 +317,117 @@ def test_a_router_without_options_says_so(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(ROUTERS, "bare", Entry("bare", build, "", ""))
     with pytest.raises(ValueError, match=r"'bare' has no option 'gates': allowed: none$"):
         parse_spec("bare:gates=sigmoid@loss-free")
+
+
+def test_a_second_pass_through_the_graph_is_no_second_micro_batch() -> None:
+    layer = MoE(8, 8, 4, router="loss-free").train()
+    loss = layer(torch.randn(5, 8)).sum()
+    loss.backward(retain_graph=True)
+    before = layer.router.select.sums["counts"].clone()
+    loss.backward()
+    assert torch.equal(layer.router.select.sums["counts"], before)
+
+
+def test_a_state_that_is_loaded_forgets_the_step_that_was_thrown_away() -> None:
+    layer = MoE(8, 8, 4, router="loss-free").train()
+    saved = copy.deepcopy(layer.state_dict())
+    layer(torch.randn(5, 8)).sum().backward()
+    layer.load_state_dict(saved)
+    step_end(layer)
+    assert not layer.router.select.bias.any()
+
+
+def test_a_loss_of_one_number_is_a_scalar() -> None:
+    layer = MoE(8, 8, 4, attach_losses=True).train()
+    layer.router.losses = {"own": Loss(lambda given: given.logits.square().mean().reshape(1), 0.1)}
+    layer(torch.randn(5, 8)).sum().backward()
+    assert layer.router.losses
+    layer = MoE(8, 8, 4).train()
+    layer.router.losses = {"own": Loss(lambda given: given.logits.square().mean().reshape(1), 0.1)}
+    assert pointsman.add_losses(layer(torch.randn(5, 8)).sum(), layer).shape == ()
+
+
+def test_base_experts_are_drawn_anew_from_parents_and_from_children() -> None:
+    for order in (list, reversed):
+        with torch.device("meta"):
+            layer = MoE(8, 16, 4, experts="base")
+        layer.to_empty(device="cpu")
+        for tensor in (*layer.parameters(), *layer.buffers()):
+            tensor.data.fill_(7)
+        for part in order([*layer.modules()]):  # type: ignore[operator]
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()
+        for norm, sublayer in zip(layer.experts.norms, layer.experts.sublayers, strict=True):
+            assert (norm.weight == 1).all()
+            assert not norm.bias.any()
+            assert not sublayer.w_out.any()
+            assert not sublayer.b_out.any()
+            assert 0 < sublayer.w_in.abs().max() < 1
+
+
+def test_materialize_takes_virtual_experts_and_declares_what_it_made() -> None:
+    layer = MoE(8, 8, 4, router="hyperrouter@loss-free:nulls=1").eval()
+    hidden = torch.randn(6, 8)
+    before = layer(hidden)
+    materialize(layer)
+    torch.testing.assert_close(layer(hidden), before)
+    layer = MoE(8, 8, 4, router="noisy-topk")
+    assert layer.router.training_stochastic
+    assert not materialize(layer).router.training_stochastic
+
+
+def test_virtual_experts_keep_the_dtype_of_autocast() -> None:
+    layer = MoE(8, 8, 4, router="smoe:nulls=4:kind=mixed")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.randn(6, 8)).dtype == MoE(8, 8, 4)(torch.randn(6, 8)).dtype == torch.bfloat16
+
+
+def test_no_expert_has_no_weight() -> None:
+    routing = build_router("smoe:gate=sqrtsoftplus@mask:visible=1", dim=8, num_experts=4, top_k=2, vocab_size=9)(
+        torch.randn(20, 8), RoutingContext(token_ids=torch.randint(9, (20,)))
+    )
+    assert (routing.experts < 0).sum() == 20
+    assert not routing.weights[routing.experts < 0].any()
+
+
+def test_biased_logits_are_not_mixed() -> None:
+    with pytest.raises(ValueError, match="does not read mixed scores; leave the mixer out"):
+        build_router("loss-free:biased=logits+similarity", dim=8, num_experts=4)
+
+
+def test_an_id_below_0_is_none_of_the_table_where_nobody_looks() -> None:
+    scorer = build_router("hash", dim=8, num_experts=4, vocab_size=9).score
+    context = RoutingContext(token_ids=torch.tensor([[-1, 3]], device="meta"))
+    assert scorer.ids(context).is_meta
+    looked = torch.compile(scorer.ids, backend="eager")(RoutingContext(token_ids=torch.tensor([[-1, 3]])))
+    assert looked.tolist() == [[9, 3]]
+
+
+def test_the_rooms_of_the_library_are_found_from_its_name() -> None:
+    assert pointsman.parallel.parallelize is not None
+    assert pointsman.parallel.Layout.parse("experts=2", 2).experts == 2
+    assert pointsman.traces.RoutingTrace is not None
+    with pytest.raises(AttributeError, match="no attribute 'paralelize'"):
+        _ = pointsman.parallel.paralelize
+
+
+def test_what_is_recorded_keeps_no_graph() -> None:
+    layer = MoE(8, 8, 4, router="recurrent")
+    hidden = torch.randn(1, 3, 8, requires_grad=True)
+    with pointsman.record_routing(layer) as records:
+        layer(hidden, RoutingContext(padding_mask=torch.ones(1, 3, dtype=torch.bool), past={"a": hidden}))
+    context = records.contexts[""]
+    assert context is not None
+    assert context.padding_mask is not None
+    assert not context.past
+
+
+def test_weights_that_capacity_divides_are_1_at_k_1(recwarn: pytest.WarningsRecorder) -> None:
+    with pytest.raises(ValueError, match="capacity_total needs capacity"):
+        build_router("switch:eval_capacity=4:capacity_total=one", dim=8, num_experts=4)
+    for spec in ("switch:capacity=1:capacity_total=one", "smoe:dense_gradient=true"):
+        layer = MoE(8, 8, 4, router=spec, top_k=1).train()
+        layer(torch.randn(1, 3, 8))
+        told = ["every weight is exactly 1" in str(one.message) for one in recwarn]
+        assert any(told) == spec.startswith("switch")
+        recwarn.clear()

@@ -339,7 +339,7 @@ def test_what_does_not_fit_is_named() -> None:
         router = build_router(mixer, dim=DIM, num_experts=EXPERTS).double()
         with pytest.raises(ValueError, match="attention is of 2 x 7 tokens, the hidden states of 2 x 3"):
             router(case.hidden[:, :3], RoutingContext(attention=case.trace))
-    with pytest.raises(ValueError, match="past is of 2 sequences, the hidden states of 1"):
+    with pytest.raises(ValueError, match="past is of 2 sequences, the input of 1"):
         build_router("similarity", dim=DIM, num_experts=EXPERTS).double()(
             case.hidden[:1], RoutingContext(past=case.context.past)
         )

@@ -154,7 +154,9 @@ class Virtual(Combine):
 
     def __call__(self, layer: Any, hidden: Tensor, routing: Routing) -> tuple[Tensor, Mapping[str, Tensor]]:
         output, statistics = self.inner(layer, hidden, routing)
-        return output if layer.virtual is None else output + layer.virtual(hidden, self.shares), statistics
+        if layer.virtual is not None:
+            output = output + layer.virtual(hidden, self.shares).to(output.dtype)
+        return output, statistics
 
     def chosen(self, experts: Tensor) -> Tensor:
         return torch.where(self.every < self.first, experts, self.every)

@@ -52,7 +52,7 @@ class Experts(nn.Module):
             raise ValueError(f"unknown activation {activation!r}: {did_you_mean(activation, ACTIVATIONS)}")
         for name, size in (("dim", dim), ("hidden_dim", hidden_dim), ("num_experts", num_experts)):
             check_whole(name, size)
-        if not 0 <= dropout < 1:
+        if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
             raise ValueError(f"dropout={dropout!r}: allowed are numbers from 0 up to, not including, 1")
         self.dim, self.hidden_dim, self.num_experts = dim, hidden_dim, num_experts
         self.activation, self.dropout = activation, dropout
@@ -65,10 +65,11 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Every expert as nn.Linear starts: U(-1/sqrt(fan_in), 1/sqrt(fan_in))."""
+        """Every expert as nn.Linear starts: U(-1/sqrt(fan_in), 1/sqrt(fan_in)), or W_out and b_out at 0."""
         for name in ("w_in", "b_in", "w_gate", "b_gate", "w_out", "b_out"):
             if (tensor := getattr(self, name)) is not None:
-                bound = 1 / math.sqrt(self.hidden_dim if name.endswith("out") else self.dim)
+                last = name.endswith("out")
+                bound = 0.0 if last and self.starts_at_zero else 1 / math.sqrt(self.hidden_dim if last else self.dim)
                 nn.init.uniform_(tensor, -bound, bound)
 
     @property
@@ -117,6 +118,10 @@ class ExpertNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(num_experts, dim))
         self.bias = nn.Parameter(torch.zeros(num_experts, dim))
 
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+
     def forward(self, rows: Tensor, expert: Tensor) -> Tensor:
         """rows [P, dim] of the experts `expert` [P]."""
         normed = F.layer_norm(rows, rows.shape[-1:])
@@ -148,17 +153,14 @@ class BaseExperts(nn.Module):
             Experts(dim, hidden_dim, num_experts, activation=activation, gated=gated, bias=bias, dropout=dropout)
             for _ in range(self.sublayers_each)
         )
+        for sublayer in self.sublayers:
+            sublayer.starts_at_zero = True  # type: ignore[assignment]
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """As nn.Linear starts, but for the last map of each sublayer, which is 0."""
-        for sublayer in self.sublayers:
-            assert isinstance(sublayer, Experts)
-            sublayer.reset_parameters()
-            sublayer.starts_at_zero = True
-            for tensor in (sublayer.w_out, sublayer.b_out):
-                if tensor is not None:
-                    nn.init.zeros_(tensor)
+        for part in (*self.norms, *self.sublayers):
+            part.reset_parameters()
 
     def forward(self, hidden: Tensor, routing: Routing) -> Tensor:
         """hidden [tokens, dim] -> [tokens, dim], the input contained."""

@@ -206,7 +206,7 @@ def scalar(value: Tensor, spec: str, loss: str) -> Tensor:
     if not isinstance(value, Tensor) or value.numel() != 1:
         told = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{spec}: the loss {loss!r} must be a scalar tensor, got {told}")
-    return value
+    return value.reshape(())
 
 
 Step = Callable[[Selection, LossInput], Selection]

@@ -238,13 +238,14 @@ def head_entropies(
     """
     visible = visible._replace(entropy=None)
     batch, heads, length, _ = trace.query.shape
+    exact = torch.float64 if trace.query.dtype == torch.float64 else torch.float32
     if sample and (step := batch * ranks.count // SAMPLED_SEQUENCES) > 1:
         found = [
             head_entropies(_one(trace, index), visible.of(slice(index, index + 1)), sample)
             for index in range(-ranks.rank * batch % step, batch, step)
         ]
         if not found:  # all of the sample are other ranks' sequences
-            return trace.query.new_zeros(0, heads), trace.query.new_zeros(0)
+            return trace.query.new_zeros(0, heads, dtype=exact), trace.query.new_zeros(0, dtype=exact)
         return torch.cat([entropies for entropies, _ in found]), torch.cat([tokens for _, tokens in found])
     if sample and length > SAMPLED_BLOCKS * SAMPLED_ROWS:
         ends = [length * (block + 1) // SAMPLED_BLOCKS for block in range(SAMPLED_BLOCKS)]
@@ -252,7 +253,6 @@ def head_entropies(
     else:
         rows = max(1, min(length, CELLS // (batch * heads * visible.keys)))
         blocks = [(start, min(start + rows, length)) for start in range(0, length, rows)]
-    exact = torch.float64 if trace.query.dtype == torch.float64 else torch.float32
     sums = torch.zeros(batch, heads, dtype=exact, device=trace.query.device)
     counts = torch.zeros(batch, dtype=exact, device=trace.query.device)
     first = trace.key.shape[2] - visible.keys

@@ -101,9 +101,7 @@ class TokenMixer(Mixer):
         batch, length, _ = probs.shape
         past = context.past
         if past is not None and past["probs"].shape[0] != batch:
-            raise ValueError(
-                f"RoutingContext.past is of {past['probs'].shape[0]} sequences, the hidden states of {batch}"
-            )
+            raise ValueError(f"RoutingContext.past is of {past['probs'].shape[0]} sequences, the input of {batch}")
         count = 0 if past is None else self.keys(context, past["probs"].shape[1])
         past = None if past is None or not count else {name: value[:, -count:] for name, value in past.items()}
         sure = None
@@ -114,9 +112,7 @@ class TokenMixer(Mixer):
         return Given(probs, hidden, context, past, visible)
 
     def _carry(self, probs: Tensor, hidden: Tensor, context: RoutingContext) -> RouterState:
-        kept = {
-            name: _joined(context.past, name, value) for name, value in self.carried(probs, hidden, context).items()
-        }
+        kept = {key: _joined(context.past, key, value) for key, value in self.carried(probs, hidden, context).items()}
         real = _real(context.past, context, probs)
         return kept if real is None else {**kept, "real": real}
 

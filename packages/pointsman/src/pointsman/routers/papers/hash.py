@@ -54,7 +54,7 @@ class ByTokenIds(Scorer):
         looked_at = ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling()
         if looked_at and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
             raise ValueError(f"{self.name}: a token id is outside 0 to {self.vocab_size - 1}, the ids of the table")
-        return ids
+        return ids if looked_at else ids.masked_fill(ids < 0, self.vocab_size)  # which would count from the end
 
     def strides(self, draw: torch.Generator) -> Tensor:
         """[V]: a number coprime to E for each id, so that (e_0 + j stride) mod E is an order of all experts."""

@@ -83,7 +83,8 @@ class VisibleTopK(TopK):
             probs, choice = scores.probs.masked_fill(~seen, 0), scores.choice.masked_fill(~seen, -torch.inf)
             scores = Scores(scores.logits, probs, choice)
         experts, weights = super().forward(scores, k, context)
-        return experts.masked_fill(~seen.flatten(0, 1).gather(-1, experts), -1), weights
+        none = ~seen.flatten(0, 1).gather(-1, experts)
+        return experts.masked_fill(none, -1), weights.masked_fill(none, 0)
 
 
 @register_router(
@@ -99,9 +100,7 @@ def mask(layer: LayerSpec, stages: Stages, *, visible: int | None = None, rare: 
     """
     visible = min(VISIBLE, layer.num_experts) if visible is None else visible
     if not 1 <= visible <= layer.num_experts:
-        raise ValueError(
-            f"mask: option visible={visible}: allowed are whole numbers from 1 to {layer.num_experts} (experts)"
-        )
+        raise ValueError(f"mask: option visible={visible}: allowed are whole numbers from 1 to {layer.num_experts}")
     vocabulary = layer.need_vocab_size("mask")
     scorer = MaskedScorer(stages.score, layer.num_experts, vocabulary, visible, rare, seed + NEXT_LAYER * layer.place)
     select = VisibleTopK(layer.renormalize)
