@@ -20,6 +20,7 @@ from pointsman_lab.cli.exam import parser, plan_of
 from pointsman_lab.cli.main import main
 from pointsman_lab.data.catalog import data_folder
 from pointsman_lab.exam import cell as cells_module
+from pointsman_lab.exam import run as run_module
 from pointsman_lab.exam.card import Card, level, write_card
 from pointsman_lab.exam.cell import chosen, fill, read_cell, variants
 from pointsman_lab.exam.exam import ALWAYS, Plan, collect, examine, written_record
@@ -157,6 +158,31 @@ def test_every_task_trains_a_step(name: str, monkeypatch: pytest.MonkeyPatch) ->
         assert found["value"] is not None
         assert ("confusion" in found) == (row != "plain")
         assert row != "oracle" or found["ami"] > 0.6
+
+
+def test_k_is_lowered_one_by_one_from_the_k_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    task, seen = TASKS["amount"], list[int | None]()
+
+    def at(task: Task, student: Student, test: Any, k: int | None) -> tuple[float, Routing]:
+        seen.append(k)
+        return 0.0, Routing(*[torch.zeros(4, 4 if k is None else k, dtype=torch.int64)] * 4)
+
+    monkeypatch.setattr(run_module, "_at", at)
+    for row, wanted in (("top-p", [None, 7, 6, 5, 4, 3, 2]), ("smoe", [None, 1]), ("oracle", [None])):
+        seen.clear()
+        run_module.judged(task, Student(task, row, 0), None, {})  # type: ignore[arg-type]
+        assert seen == wanted
+
+
+def test_two_passes_differ_on_classes_too() -> None:
+    task = TASKS["sources"]
+    student = Student(task, "thor:alpha=100", 0)
+    batch = task.block(task.world(0), 0, 0).at(0)
+    torch.manual_seed(0)
+    far = run_module.objective(task, student, batch).item()
+    student.layer.router.objective_weight = 0.0  # type: ignore[union-attr]
+    torch.manual_seed(0)
+    assert far > run_module.objective(task, student, batch).item() + 0.01
 
 
 def test_rows_have_the_same_experts_and_a_run_repeats(short: Task) -> None:

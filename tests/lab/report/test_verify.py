@@ -220,6 +220,14 @@ def test_a_record_and_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     shard.unlink()
     assert verified(capsys, model)[1][0] == f"{other}: pytorch_model-1.bin is missing"
     other.unlink()
+    save_file({"a": torch.zeros(1)}, model / "model-00001-of-00002.safetensors")
+    assert verified(capsys, model)[1][0] == f"{model}: {index.name} is missing, which lists its parts"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys("ab", "model-00001-of-00002.safetensors")}))
+    assert verified(capsys, model)[1][0] == f"{index}: model-00001-of-00002.safetensors lacks b"
+    index.write_text(json.dumps({"weight_map": {"a": "../else.safetensors"}}))
+    assert verified(capsys, model)[1][0] == f"{index}: ../else.safetensors is in another folder"
+    index.unlink()
+    (model / "model-00001-of-00002.safetensors").unlink()
     (model / "training_args.bin").write_bytes(b"x")
     assert verified(capsys, model)[1][0] == f"{model}: no weights"
     (model / "model.safetensors").write_bytes(b"x")

@@ -59,6 +59,9 @@ def test_choices_and_specs(settings: Callable[..., RunConfig]) -> None:
     assert len(both) == 4
     assert choices(["learning_rate=1e-3, 2e-3", "router_lr_scale= 1 ,4"]) == both
     assert [spec_of("xmoe+similarity", one) for one in both[:2]] == ["xmoe+similarity", "xmoe:lr_scale=4+similarity"]
+    assert choices(["learning_rate=1e-3..3e-3"]) == [(("learning_rate", value),) for value in ("0.001", "0.002")]
+    assert spec_of("similarity:tau=2", both[1]) == "smoe:lr_scale=4+similarity:tau=2"
+    assert spec_of("similarity:tau=2", both[0]) == "similarity:tau=2"
     assert spec_of("smoe|xmoe@loss-free+similarity", both[1]) == (
         "smoe:lr_scale=4|xmoe@loss-free:lr_scale=4+similarity"
     )

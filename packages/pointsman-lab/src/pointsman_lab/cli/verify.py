@@ -36,8 +36,8 @@ EPILOG = """examples:
 
 A line for each thing that a command would refuse, or that is missing. Exit
 code 0: none; 1: some; 2: no such folder, or nothing in it that pointsman
-reads. Checksums are compared and weights of runs are loaded; code is never
-read.
+reads. Checksums are compared and weights of runs are loaded; a Hugging Face
+model's are compared with its index, not with its class. Code is never read.
 """
 MOST_ENTRIES = 1_000_000
 INDEX = (".safetensors.index.json", ".bin.index.json")
@@ -143,6 +143,10 @@ def checks(root: Path, kind: str) -> Iterator[Check]:
             yield place.parent, partial(_refuse, f"{place.parent}: checkpoints without {CONFIG}")
     if theirs and not safe and not any(place.suffix == ".bin" and "model" in place.name for place in places):
         yield root, partial(_refuse, f"{root}: no weights")
+    names = {place.name for place in places if place.parent == root}
+    parts = any(fnmatchcase(name, "model-*-of-*.safetensors") for name in names)
+    if theirs and parts and not names & {"model.safetensors", f"model{INDEX[0]}"}:
+        yield root, partial(_refuse, f"{root}: model{INDEX[0]} is missing, which lists its parts")
     if kind == "a checkpoint":
         yield root, partial(open_checkpoint, root)
     elif kind in ("a run", "an audit", "a comparison"):
@@ -231,9 +235,18 @@ def _shards(file: Path) -> None:
     weights = (read_json(file) or {}).get("weight_map")
     if not isinstance(weights, dict):
         raise RunError(f"{file}: no weight_map")
+    from pointsman_lab.training.checkpoint import open_tensors
+
     for name in sorted(set(map(str, weights.values()))):
+        if Path(name).name != name:
+            raise RunError(f"{file}: {name} is in another folder")
         if not (file.parent / name).is_file():
             raise RunError(f"{file}: {name} is missing")
+        if name.endswith(".safetensors"):
+            with open_tensors((file.parent / name).resolve()) as opened:
+                held = set(opened.keys())
+            if lost := {one for one, where in weights.items() if where == name} - held:
+                raise RunError(f"{file}: {name} lacks {min(lost)}")
 
 
 def _as_recorded(root: Path) -> None:

@@ -75,7 +75,7 @@ class Amount(Parts):
     floor = "0: with the true parts and equal weights"
     why = "Adaptive k (top-p, relu, dynmoe, nulls) claims the same quality at less cost, or more at the same."
     number = 16
-    top_k, cap = 2, 4
+    top_k, lowers_k = 2, True
 
     def shares(self, seed: int) -> Tensor:
         sizes = torch.tensor([1] * 7 + [2] * 4 + [3] * 3 + [4] * 2)[:, None]

@@ -18,7 +18,7 @@ from pointsman_lab.exam.task import BLOCK, Batch, Task, World
 WARM_UP = 20  # steps
 POINTS = 10  # of the learning curve
 DEAREST = 1.05
-"""A router with more than this times `top_k` experts a token is judged at a lower k, where a task has a `cap`."""
+"""A router with more than this times `top_k` experts a token is judged at a lower k, where a task `lowers_k`."""
 
 
 def rate_at(task: Task, step: int) -> float:
@@ -49,7 +49,7 @@ def objective(task: Task, student: Student, batch: Batch) -> torch.Tensor:
     router.objective_known = True
     if router.objective == "consistency":
         other, _ = student(batch)
-        distance = task.loss(output, batch._replace(targets=other)) if output.shape == batch.targets.shape else 0.0
+        distance = task.distance(output, other, batch)
         loss = (loss + task.loss(other, batch) + router.objective_weight * distance) / 2
     return add_losses(loss, student.layer)
 
@@ -63,8 +63,8 @@ def judged(task: Task, student: Student, test: Batch, world: World) -> tuple[flo
             found = sum(values) / len(values), routings[-1]
         else:
             found = _at(task, student, test, None)
-            k = task.cap
-            while k and found[1] is not None and experts_per_token(found[1]) > DEAREST * task.top_k and k > 1:
+            k = student.layer.router.top_k if task.lowers_k and isinstance(student.layer, MoE) else 1
+            while k > 1 and found[1] is not None and experts_per_token(found[1]) > DEAREST * task.top_k:
                 k -= 1
                 found = _at(task, student, test, k)
     student.train()

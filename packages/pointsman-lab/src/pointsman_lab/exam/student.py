@@ -18,13 +18,6 @@ ROWS = {
     "plain": "one expert of the same active size: score 0",
     "dense": "one layer with the parameters of all experts",
 }
-CAPPED = ("top-p", "dynmoe")
-"""Routers of which k is a cap: `Task.cap` where the others have the mean."""
-
-
-def first_k(task: Task, spec: str) -> int:
-    """The k that a router is trained with."""
-    return task.cap if task.cap and parse_spec(spec).chooses in CAPPED else task.top_k
 
 
 def _says(spec: str, option: str) -> bool:
@@ -51,7 +44,7 @@ class Student(nn.Module):
             self.layer = experts
             return
         sizes = {"dim": task.dim, "num_experts": task.experts, "vocab_size": task.vocabulary}
-        k = first_k(task, row)
+        k = task.top_k  # routers whose k is a cap start at E
         router = build_router(row, top_k=k, **sizes)  # type: ignore[arg-type]
         # renormalised over one expert the weight is 1, and the router would learn nothing
         if k == 1 and router.select.renormalize and not _says(row, "renormalize"):

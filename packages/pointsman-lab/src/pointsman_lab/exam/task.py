@@ -55,7 +55,7 @@ class Task:
         name: on the command line.
         asks, formula, floor, why: its page: the question, the generator, the oracle's least loss, what it stands for.
         dim, hidden, experts, top_k: of the layer.
-        cap: k of routers for which k is a cap (`CAPPED`), where a token may need more experts than the mean.
+        lowers_k: whether a router with more experts a token than `top_k` is judged at a lower k.
         batch, length, steps: sequences a step, tokens a sequence, steps.
         causal: whether a router may only look at earlier tokens; where tokens have no order, it may look at all.
         vocabulary: how many token ids there are.
@@ -72,7 +72,7 @@ class Task:
     why: str
     measure = "share of the targets' variance that is not explained"
     dim, hidden, experts, top_k = 32, 64, 8, 1
-    cap: int | None = None
+    lowers_k = False
     batch, length, steps = 8, 64, 400
     causal = False
     vocabulary = 64
@@ -113,6 +113,13 @@ class Task:
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         """What training minimises: the mean weighted squared error."""
         return ((output - batch.targets).square().mean(-1) * batch.weight).mean()
+
+    def distance(self, output: Tensor, other: Tensor, batch: Batch) -> Tensor:
+        """Between two outputs, for THOR: the loss of one at the other; of classes half the symmetric KL divergence."""
+        if output.shape == batch.targets.shape:
+            return self.loss(output, batch._replace(targets=other))
+        here, there = output.log_softmax(-1), other.log_softmax(-1)
+        return ((here.exp() - there.exp()) * (here - there)).sum(-1).mean() / 2
 
     def value(self, output: Tensor, batch: Batch) -> float:
         """What a run is judged by; less is better."""

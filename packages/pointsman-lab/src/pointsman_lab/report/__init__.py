@@ -10,14 +10,8 @@ from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.report.task_table import TaskTable
 
 __all__ = [
-    "ComparisonTable",
-    "TaskTable",
-    "collect_samples",
-    "figures",
-    "load_comparison",
-    "paper_tables",
-    "write_report",
-]
+    "ComparisonTable", "TaskTable", "collect_samples", "figures", "load_comparison", "paper_tables", "write_report",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

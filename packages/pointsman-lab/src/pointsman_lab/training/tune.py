@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from pointsman._errors import RunError
+from pointsman.routers.frame.registry import parse_spec
 from pointsman_lab._files import read_json, write_whole
 from pointsman_lab._grid import NONE, Grid
 from pointsman_lab.models.config import build_model
@@ -58,7 +59,7 @@ def choices(told: Sequence[str]) -> list[Choice]:
 def _doubled(low: float, high: float) -> list[str]:
     if not 0 < low < high < math.inf:
         raise ValueError
-    return [f"{low * 2**power:g}" for power in range(round(math.log2(high / low)) + 1)]
+    return [f"{low * 2**power:g}" for power in range(math.floor(math.log2(high / low) + 1e-9) + 1)]
 
 
 def spec_of(row: str, choice: Choice) -> str:
@@ -66,7 +67,8 @@ def spec_of(row: str, choice: Choice) -> str:
     scale = dict(choice).get(ROUTER, "1")
     if float(scale) == 1:
         return row
-    return "|".join(re.sub(r"^[^+]+", rf"\g<0>:lr_scale={scale}", part) for part in row.split("|"))
+    parts = (f"smoe+{part}" if parse_spec(part).mixer and "+" not in part else part for part in row.split("|"))
+    return "|".join(re.sub(r"^[^+]+", rf"\g<0>:lr_scale={scale}", part) for part in parts)
 
 
 def takes(row: str, choice: Choice, model: Any) -> bool:
@@ -150,7 +152,11 @@ def tuned(
     picked = {spec_of(row, of[0]): {"row": row, **dict(of[0])} for row, of in left.items()}
     if curve:
         kept = {row: values for row, values in told_before.items() if row in names}
-        write_whole(file, json.dumps({"seeds": SEEDS, "k": k, "curve": {**kept, **curve}}) + "\n")
+        found = {
+            row: {text: [None if math.isinf(one) else one for one in each] for text, each in values.items()}
+            for row, values in curve.items()
+        }  # JSON has no infinity
+        write_whole(file, json.dumps({"seeds": SEEDS, "k": k, "curve": {**kept, **found}}) + "\n")
     for row, values in curve.items():
         say(_table(row, values, _text(left[row][0]), plan.base.steps))
     routers = dict.fromkeys(names.get(row) or spec_of(row, left[row][0]) for row in plan.routers)
