@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pointsman._errors import RunError
 from pointsman_lab.data import reading
+from pointsman_lab.data.pieces import UNKNOWN, MultilingualText, learn_pieces
 from pointsman_lab.data.reading import Reader, Span, align, check_md5
 
 
@@ -119,3 +120,20 @@ def test_no_permission_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(reading, "open_unpacked", refuse)  # the user who runs the tests may be allowed everything
     with Reader() as reader, pytest.raises(RunError, match=r"no permission to read .*secret\.txt"):
         list(reader.raw(Span(tmp_path / "secret.txt", 0, 5)))
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_bytes(b"\xef\xbb\xbfone two\nthree\n")
+    assert list(reading.read_lines(file)) == [(1, "one two"), (2, "three")]
+    with Reader() as reader:
+        for level in ("word", "subword"):
+            assert "".join(map(str, reader.blocks(whole(file), level))) == "one two\nthree\n"  # type: ignore[arg-type]
+        assert b"".join(reader.blocks(whole(file), "byte")) == file.read_bytes()  # type: ignore[arg-type]
+
+
+def test_long_lines_teach_pieces_too() -> None:
+    words = ["да", "нет", "может", "быть", "слово", "дело"]
+    line = " ".join(words[place % 6] for place in range(2000))
+    pieces = learn_pieces(MultilingualText("mine", {"ru": (line,)}, {}), 30)
+    assert UNKNOWN not in pieces.encode("может быть слово")

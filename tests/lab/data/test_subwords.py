@@ -158,7 +158,12 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
             sentence_iterator=iter(TEXT.splitlines()), model_writer=merges, vocab_size=60, model_type="bpe",
             minloglevel=2,
         )  # fmt: skip
+    with (tmp_path / "usual.model").open("wb") as usual:  # with SentencePiece's own normalization and first space
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(TEXT.splitlines()), model_writer=usual, vocab_size=50, minloglevel=2
+        )
     for name, says in (
+        (str(tmp_path / "usual.model"), r"usual\.model: it changes text first"),
         ("pieces:12", "whole number from 300"),
         ("pieces:x", "whole number from 300"),
         ("nowhere", "no file and no folder"),

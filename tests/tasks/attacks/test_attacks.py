@@ -63,6 +63,12 @@ def test_words_in_bytes_are_swapped_as_in_the_text() -> None:
     assert attacked.candidates == sum(len(BYTES.decode(row).split()) for row in rows)
 
 
+def test_a_word_without_its_bytes_is_refused() -> None:
+    small = Vocabulary.of_bytes([ord(" "), *range(ord("a"), ord("z") + 1)])
+    with pytest.raises(RunError, match="puts 'AAA' for words, and this run's text has not all of its bytes"):
+        attack_texts([small.encode_compact("the quick fox")[0]], small, Attack(0.5))
+
+
 def test_at_word_level_an_unknown_AAA_is_unk_and_eos_is_no_word() -> None:  # noqa: N802
     rows = rows_of(WORDS)
     attacked = attack_texts(rows, WORDS, Attack(1.0))

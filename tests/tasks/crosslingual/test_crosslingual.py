@@ -227,6 +227,14 @@ def test_padding_changes_no_logit_of_a_token_head(spans: bool) -> None:
     torch.testing.assert_close(two, one, rtol=1e-5, atol=1e-5)
 
 
+def test_a_length_above_the_runs_is_refused_before_it_trains(
+    data: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POINTSMAN_DATA", str(data))
+    with pytest.raises(RunError, match=r"--length 100: the run reads at most 64 tokens \(model.max_length\)"):
+        finetune(run, Finetuning("tydiqa", steps=3, length=100), out=tmp_path / "tuned")
+
+
 @pytest.mark.parametrize(("task", "metric"), [("xnli", "accuracy"), ("panx", "f1"), ("tydiqa", "f1")])
 def test_a_fine_tuning_is_judged_in_every_language(
     data: Path, run: Path, task: str, metric: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

@@ -198,6 +198,14 @@ def unknown_class(root: Path) -> None:
     (root / "val" / "n09" / "x.png").write_bytes(png(picture(1)))
 
 
+def deep(root: Path) -> None:
+    """Grey values of 16 bits, of which Pillow would make white ones."""
+    write_classes(root)
+    grey = Image.fromarray((np.arange(64, dtype=np.uint16) * 1000).reshape(8, 8))
+    for place in root.rglob("n01_3.png"):
+        grey.save(place)
+
+
 def pickles(root: Path) -> None:
     root.mkdir()
     (root / "data_batch_1").write_bytes(b"\x80\x02.")
@@ -241,6 +249,7 @@ def empty(root: Path) -> None:
     [
         (damaged, "n01_3.png: not an image that Pillow can read"),
         (truncated, "n01_3.png: not a whole image"),
+        (deep, "n01_3.png: not a whole image (mode I;16; images of 8 bits a channel are read)"),
         (several_sizes, "n02_1.png: 9 x 9 where 8 x 8 is expected: add :size=8"),
         (unknown_class, "x.png: the class 'n09' has no training images"),
         (one_image_a_class, "has no training images; its validation part is the test; valid: 5 % of training"),

@@ -323,6 +323,20 @@ def test_other_classes_are_left_out_of_the_logits() -> None:
     assert seen.confidence([1, 2]) == pytest.approx([1 / (1 + np.exp(-1.0))] * 2)
 
 
+def test_a_part_of_a_folder_is_told_apart_among_all_of_its_classes(comparison: Path, tmp_path: Path) -> None:
+    run = load_run(run_of(comparison))
+    images = open_images(run.config.data)
+    for name in images.classes:
+        (tmp_path / "other" / name).mkdir(parents=True)
+        Image.fromarray(images.split("test").pixels([0])[0]).save(tmp_path / "other" / name / "0.png")
+    for tokens in (None, 1):  # one image at least
+        found = robustness(run, Asked.parse(f"r:{tmp_path / 'other'}", tokens=tokens))
+        assert (found["classes"], found["images"]) == (
+            len(images.classes),
+            len(images.classes) if tokens is None else 1,
+        )
+
+
 def test_outliers_in_folders_of_known_classes_are_scored_among_these(comparison: Path, tmp_path: Path) -> None:
     """As ImageNet-O has it: the folder is the class that an outlier is mistaken for."""
     run = load_run(run_of(comparison))

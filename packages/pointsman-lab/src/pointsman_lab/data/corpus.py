@@ -16,6 +16,7 @@ from pointsman_lab._files import user_cache_folder
 from pointsman_lab.data.cache import FORMAT, Tokens, cached
 from pointsman_lab.data.catalog import CORPORA, SPLITS, DataSpec, Level, data_folder, parse_data
 from pointsman_lab.data.download import DataProgress, download
+from pointsman_lab.data.pieces import in_parts
 from pointsman_lab.data.reading import Reader, check_md5, reading
 from pointsman_lab.data.sources import Source, local_source
 from pointsman_lab.data.subwords import PIECES, learn_pieces, number_of_pieces, open_tokenizer
@@ -60,7 +61,6 @@ class Corpus:
 
 LEARN_FROM = 10_000_000
 """Characters at the start of the training split that `pieces:V` learns from."""
-SENTENCE = 1000  # characters; SentencePiece skips sentences above 4192 bytes
 
 
 def open_corpus(
@@ -207,7 +207,7 @@ class _Build:
         for _, text in self._blocks("learning pieces from", ["train"], LEARN_FROM):
             assert isinstance(text, str)
             for line in text.splitlines(keepends=True):
-                yield from (line[start : start + SENTENCE] for start in range(0, len(line), SENTENCE))
+                yield from in_parts(line)
             done += len(text)
             if done >= LEARN_FROM:
                 return

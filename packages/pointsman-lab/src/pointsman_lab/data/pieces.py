@@ -175,12 +175,17 @@ def learn_pieces(text: MultilingualText, size: int, *, exponent: float = 0.7) ->
         for index in order:
             if budget <= 0:
                 break
-            chosen.append(sentences[index])
+            chosen += in_parts(sentences[index])
             budget -= len(sentences[index])
     try:
         return train_pieces(sorted(chosen), size)
     except RunError as error:
         raise RunError(f"{text.name}: {error}") from None
+
+
+def in_parts(line: str) -> list[str]:
+    """A line in parts of a thousand characters: SentencePiece leaves out lines above 4,192 bytes, and says nothing."""
+    return [line[start : start + 1000] for start in range(0, len(line), 1000)]
 
 
 def train_pieces(sentences: Iterable[str], size: int) -> Pieces:

@@ -128,11 +128,11 @@ def find_file(folder: Path, stem: str) -> Path | None:
 
 
 def read_lines(file: Path) -> Iterator[tuple[int, str]]:
-    """(number from 1, line without its newline) of a UTF-8 text file."""
+    """(number from 1, line without its newline) of a UTF-8 text file, with a byte order mark or without."""
     with reading(file), open_unpacked(file) as opened:
         for number, line in enumerate(opened, 1):
             try:
-                text = line.decode("utf-8").rstrip("\r\n")
+                text = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).decode("utf-8").rstrip("\r\n")
             except UnicodeDecodeError:
                 raise RunError(f"{file}: line {number} is not UTF-8") from None
             if "\r" in text:
@@ -156,9 +156,9 @@ def check_md5(path: Path, size: int, md5: str) -> Iterator[int]:
 
 
 def decode(raw: bytes, path: Path, offset: int, level: Level) -> str:
-    """UTF-8 to characters; `offset`, the position of `raw` in the file, is for the error."""
+    """UTF-8 to characters, without a file's byte order mark; `offset` is the position of `raw` in the file."""
     try:
-        return raw.decode("utf-8")
+        return raw.decode("utf-8" if offset else "utf-8-sig")
     except UnicodeDecodeError as error:
         raise RunError(
             f"{path}: byte {offset + error.start:,} (0x{raw[error.start]:02x}) is not UTF-8, which "

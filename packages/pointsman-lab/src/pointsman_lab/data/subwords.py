@@ -195,6 +195,11 @@ def _of_processor(model: bytes, name: object = "pieces") -> Subwords:
     tokenizer.pre_tokenizer = library.pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="never")
     parts = library.decoders
     tokenizer.decoder = parts.Sequence([parts.Replace("▁", " "), parts.ByteFallback(), parts.Fuse()])
+    word = max((piece for piece, _ in vocabulary if piece.isascii() and piece.isalnum()), key=len, default="")
+    wide = "".join(chr(ord(letter) + 0xFEE0) for letter in word)  # another form of the same letters
+    for text in (f"{word}  {word} ", f"{wide} {word}"):
+        if pieces.encode(text) != tokenizer.encode(text).ids:
+            raise RunError(f"{name}: it changes text first; allowed is the folder with its tokenizer.json")
     return Subwords(tokenizer.to_str())
 
 

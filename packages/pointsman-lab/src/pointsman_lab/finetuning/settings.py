@@ -155,6 +155,9 @@ class Finetuning:
             epochs = usual.epochs if self.epochs is None else self.epochs
             steps = max(1, round(epochs * -(-len(data.splits["train"]) // max(1, batch_size))))
         length = self.length or usual.length
+        most = getattr(pretrained.model, "max_length", length)
+        if length > most and getattr(pretrained.model, "positions", "") == "learned":
+            raise RunError(f"--length {length}: the run reads at most {most} tokens (model.max_length)")
         base = RunConfig(
             model=pretrained.model,
             data=self.task,

@@ -138,7 +138,7 @@ def _same_lengths(a: RoutingTrace, b: RoutingTrace) -> tuple[RoutingTrace, Routi
             cut = _without_padding(longer, shorter)
             extra = longer.tokens - shorter.tokens
             what = (
-                "a token is missing at the end of every sequence" if extra == len(a.lengths) else "padding is counted"
+                "a token is missing at one end of every sequence" if extra == len(a.lengths) else "padding is counted"
             )
             return (cut, b, [what]) if longer is a else (a, cut, [what])
     raise ValueError(

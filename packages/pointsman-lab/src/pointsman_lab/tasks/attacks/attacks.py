@@ -73,7 +73,9 @@ def attack_texts(rows: Sequence[IdArray], vocabulary: Vocabulary, attack: Attack
     total = sum(map(len, spans))
     chosen = np.zeros(total, dtype=np.bool_)
     chosen[np.random.default_rng([attack.seed, 0]).permutation(total)[: round(attack.rate * total)]] = True
-    new = vocabulary.encode_compact(attack.word)[0]
+    new, missing = vocabulary.encode_compact(attack.word)
+    if missing and vocabulary.level == "byte":
+        raise RunError(f"the attack puts {attack.word!r} for words, and this run's text has not all of its bytes")
     picked = np.split(chosen, np.cumsum([len(each) for each in spans])[:-1])
     made = [_swapped(row, each[own], new) for row, each, own in zip(rows, spans, picked, strict=True)]
     return Attacked(tuple(row for row, _ in made), tuple(source for _, source in made), int(chosen.sum()), total)

@@ -251,6 +251,8 @@ def image_pixels(content: bytes, name: str) -> Pixels:
         with Image.open(io.BytesIO(content)) as image:
             if image.width * image.height > MOST_PIXELS:
                 raise ValueError(f"{image.width:,} x {image.height:,} pixels; at most {MOST_PIXELS:,} are read")
+            if image.mode == "F" or image.mode.startswith("I"):  # Pillow would make nearly all of it white
+                raise ValueError(f"mode {image.mode}; images of 8 bits a channel are read")
             return np.asarray(image.convert("RGB"))
     except UnidentifiedImageError:  # its text names an object in memory
         raise RunError(f"{name}: not an image that Pillow can read") from None

@@ -142,9 +142,9 @@ def _shifted(
         return on_hard_images(run.model, clean, reference.model, reference_k=k, top_k=top_k, frame=frame)
     shifted = _others(run, asked, images)
     if asked.kind in ("a", "r"):
-        part = shifted.relabelled(images.classes).split("test")
-        part = part.take(chosen_rows(part, _budget(asked, run)))
-        return on_renditions(run.model, clean, part, top_k=top_k, frame=frame)
+        whole = shifted.relabelled(images.classes).split("test")
+        part = whole.take(chosen_rows(whole, _budget(asked, run)))
+        return on_renditions(run.model, clean, part, sorted(set(whole.labels.tolist())), top_k=top_k, frame=frame)
     outliers, classes = shifted.split("test"), None
     share = len(clean) / len(images.split(asked.split))  # as many of the outliers: the base rate stays
     known = [images.classes.index(name) for name in shifted.classes if name in images.classes]

@@ -172,15 +172,18 @@ def _clean(model: VisionTransformer, k: int | None, seen: Seen) -> dict[str, Any
 
 
 def on_renditions(
-    model: VisionTransformer, clean: ImagePart, part: ImagePart, *, top_k: Sequence[int], frame: Frame
-) -> dict[str, Any]:
+    model: VisionTransformer, clean: ImagePart, part: ImagePart, classes: Sequence[int], *, top_k: Sequence[int],
+    frame: Frame,
+) -> dict[str, Any]:  # fmt: skip
     """Accuracy on other pictures of some classes (ImageNet-A, -R), with logits restricted to these classes.
+
+    Args:
+        classes: those of the whole folder, of which `part` may be some images.
 
     Returns:
         {"classes", "images", "results": [{"top_k", "value", "clean", "gap", "calibration"}]}: `clean` is the accuracy
         on the clean images of the same classes, restricted to them, too.
     """
-    classes = sorted(set(part.labels.tolist()))
     inside = np.flatnonzero(np.isin(clean.labels, classes))
     if not len(inside):
         raise RunError("the clean part has no images of these classes")

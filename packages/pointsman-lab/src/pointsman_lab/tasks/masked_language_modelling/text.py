@@ -34,7 +34,7 @@ from pointsman_lab.data.reading import find_file, read_lines
 from pointsman_lab.tasks.crosslingual.xtreme import XTREME, load_task, task_folder, texts
 from pointsman_lab.tasks.masked_language_modelling.blocks import PackedText, pack_text
 
-FORMAT = 5
+FORMAT = 6
 
 
 def read_text(spec: str, data_dir: Path | None = None) -> MultilingualText:
