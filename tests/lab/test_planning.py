@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pointsman import MoE
 from pointsman.parallel import shard
 from pointsman.parallel.layout import Layout
 from pointsman.ranks import Ranks
@@ -101,6 +102,18 @@ def test_a_divided_model_holds_and_gathers_what_the_plan_counts(eight_ranks: Non
     one = Layout(8, experts=8)
     assert gathered_bytes(shape, one) < gathered_bytes(shape, Layout(8))
     assert gathered_bytes(shape, Layout(1)) == 0
+
+
+def test_positions_are_no_second_embedding_and_biases_are_the_experts():
+    for vocabulary in (204, 1000):  # with as many learned positions as tokens, and with fewer
+        config = preset_config("tiny-mlm", vocabulary)
+        with torch.device("meta"):
+            model = build_model(config)
+        shape = Shape.of(config, "tiny-mlm")
+        (layer,) = (module for module in model.modules() if isinstance(module, MoE))
+        own = sum(one.numel() for one in layer.experts.parameters())
+        assert shape.expert_parameters == own
+        assert (shape.inputs, shape.embeddings) == (0, vocabulary * config.dim)
 
 
 @pytest.mark.parametrize("preset", ["tiny", "small", "tiny-decoder", "mutual-glam"])

@@ -95,6 +95,25 @@ def test_a_dense_entry_has_a_row_and_one_with_nan_is_refused(tmp_path: Path) -> 
         read_entry(tmp_path / "nan.json")
 
 
+def test_k_is_n_only_where_it_was_evaluated_and_a_missing_figure_is_refused() -> None:
+    folder = ROOT / "leaderboard" / "enwik8"
+    rules, text = json.loads((folder / "track.json").read_text()), (folder / "smoe.json").read_text()
+    entry = json.loads(text)
+    for run in entry["runs"].values():
+        run["evaluation"]["results"] = [one for one in run["evaluation"]["results"] if one["top_k"] < 8]
+    assert row_of(entry)[3] == "-"
+    dense = one_k(json.loads(text), [1, 2])
+    dense["router"] = "dense"
+    assert float(row_of(dense)[5]) > float(row_of(json.loads(text))[5])
+    entry["runs"]["0"]["evaluation"]["results"][0]["value"] = None
+    with pytest.raises(RunError, match="seed 0: a figure of its evaluation is missing"):
+        follow(entry, rules, "smoe")
+    entry = json.loads(text)
+    entry["runs"]["0"]["log"]["loss"].pop()
+    with pytest.raises(RunError, match="steps and other losses"):
+        follow(entry, rules, "smoe")
+
+
 def one_k(entry: dict[str, Any], asked: list[int]) -> dict[str, Any]:
     """An entry whose runs have figures at k = 8 alone."""
     entry["settings"]["eval_top_k"] = asked

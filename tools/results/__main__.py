@@ -5,6 +5,7 @@ python -m tools.results [RECORDS PAGES]        # default: records docs/results; 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -112,7 +113,8 @@ def tuning(folder: Path) -> list[str]:
     if told is None:
         return []
     lines, notes = [], []
-    for row, curve in told["curve"].items():
+    for row, values in told["curve"].items():
+        curve = {text: [math.inf if one is None else one for one in each] for text, each in values.items()}
         rounds = max(map(len, curve.values()))
         best, *others = sorted((one for one in curve if len(curve[one]) == rounds), key=lambda one: curve[one][-1])
         figures = ", ".join(f"{abs(one):.3f}" for one in curve[best])

@@ -18,6 +18,7 @@ import pytest
 from pointsman._errors import RunError
 from pointsman_lab.cli.main import main
 from pointsman_lab.report.cell import Cell, by_pretraining, metric, significantly_best, squared_variation
+from pointsman_lab.report.language_table import LanguageTable
 from pointsman_lab.report.results import tidy
 from pointsman_lab.report.tables import ComparisonTable, cost_of
 from pointsman_lab.report.task_table import TaskTable
@@ -354,6 +355,8 @@ def test_names_baseline_and_columns_of_a_comparison(tmp_path: Path, capsys: pyte
         (["--baseline", "smoo"], "did you mean 'smoe'"),
         (["--columns", "k=9"], "did you mean 'k=8'"),
         (["--columns", "k=8", "--steps", "3"], "--steps has no effect"),
+        (["--columns", "k=8", "--top-k", "1"], "--top-k has no effect"),
+        (["--columns", "k=8", "--freeze", "router"], "--freeze has no effect"),
     ]:
         before = (tmp_path / "mine" / "comparison.json").read_bytes()
         assert main([*base, *words]) == 2
@@ -361,6 +364,34 @@ def test_names_baseline_and_columns_of_a_comparison(tmp_path: Path, capsys: pyte
         assert (tmp_path / "mine" / "comparison.json").read_bytes() == before
     assert main([*base, "--names", "smoe="]) == 0
     assert "smoe" in capsys.readouterr().out
+
+
+def test_a_kept_column_that_is_gone_is_left_out(tmp_path: Path) -> None:
+    write_comparison(tmp_path / "mine", ["smoe"], [0], top_k=[1, 2])
+    save_plan(tmp_path / "mine", {**required_plan(tmp_path / "mine"), "shown": {"columns": ["k=2", "k=8"]}})
+    assert list(ComparisonTable.read(tmp_path / "mine").columns) == ["k=2"]
+
+
+def test_figures_of_two_parts_are_in_no_table(tmp_path: Path) -> None:
+    out = write_comparison(tmp_path / "mine", ["smoe", "xmoe"], [0])
+    file = out / "runs" / "r1" / "seed-0" / "evaluation.json"
+    file.write_text(file.read_text().replace('"test"', '"valid"'))
+    with pytest.raises(RunError, match="evaluated on different parts: test, valid"):
+        ComparisonTable.read(out)
+
+
+def test_a_router_at_one_k_is_no_base_at_every_k() -> None:
+    def run(router: str, ks: list[int], routed: bool) -> RunRecord:
+        results = [
+            {"split": "test", "top_k": k, "metric": "accuracy", "value": k / 10, "languages": {"en": {"value": k / 10}},
+             "routers": {"a": {}} if routed else {}} for k in ks
+        ]  # fmt: skip
+        return RunRecord(Path(router), router, 0, {}, evaluation={"results": results})
+
+    for routed, rows in ((True, ["xmoe k=2"]), (False, ["xmoe k=1", "xmoe k=2"])):
+        table = LanguageTable.of([run("smoe", [2], routed), run("xmoe", [1, 2], True)], "mine")
+        assert table is not None
+        assert [row[0] for row in table.difference_grid().rows] == rows
 
 
 def test_a_row_that_is_added_while_names_are_given_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

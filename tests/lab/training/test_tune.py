@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from pointsman_lab.cli.main import main
 from pointsman_lab.runs.comparison import write_plan
 from pointsman_lab.training.compare import Plan
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.tune import SEEDS, choices, edges, spec_of, takes, tuned
+from pointsman_lab.training.tune import SEEDS, _table, choices, edges, spec_of, takes, tuned
 from tests.lab.cli.test_compare import TEXT, arguments
 
 
@@ -74,6 +75,7 @@ def test_choices_and_specs(settings: Callable[..., RunConfig]) -> None:
     for wrong in ("learning_rate", "learning_rate=", "learning_rate=1", "learning_rate=2..1", "learning_rate=1,,2"):
         with pytest.raises(RunError, match=r"allowed is KEY=A,B,C or KEY=LOW\.\.HIGH"):
             choices([wrong])
+    assert "inf" not in _table("smoe", {"a=1": [1.0, math.inf]}, "a=1", 8)
     with pytest.raises(RunError, match="a key is given twice"):
         choices(["a=1,2", "a=3,4"])
     told = edges({"learning_rate=1": [], "learning_rate=2": [], "learning_rate=4": []}, "learning_rate=4")

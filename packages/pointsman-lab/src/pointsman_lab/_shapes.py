@@ -14,6 +14,8 @@ ROUTERS = {"*": {"entropy": MAYBE, "entropy_std": MAYBE, "load": [MAYBE]}}
 RESULT = {
     "split": str, "top_k!": int | None, "metric": str, "value": MAYBE, "nats": MAYBE, "tokens": int | None,
     "low": MAYBE, "high": MAYBE, "routers": ROUTERS, "attack": dict | None, "unmarked": dict | None,
+    "languages": {"*": {"value": MAYBE, "floor": MAYBE, "floor_name": str, "error": MAYBE}},
+    "error": MAYBE, "transfer": MAYBE, "gap": MAYBE, "nats_per_character": MAYBE,
 }  # fmt: skip
 BOUNDED = {"*": {"mean": MAYBE, "half": MAYBE, "difference": dict | None}}
 PAIR = {"experts!": [int], "lift!": MAYBE, "tokens!": int}

@@ -94,7 +94,7 @@ class Shape:
         experts = sparse[0].experts
         table = parameter_table(model)
         embedding = int(getattr(config, "vocab_size", 0)) * config.dim
-        tied = table.embeddings < 2 * embedding
+        tied = sum(one.shape == (getattr(config, "vocab_size", 0), config.dim) for one in model.parameters()) < 2
         return cls(
             layers=config.num_layers,
             sparse_layers=len(sparse),
@@ -104,7 +104,7 @@ class Shape:
             experts=experts.num_experts,
             top_k=sparse[0].top_k,
             parameters=table.trainable,
-            expert_parameters=sum(weight.numel() for weight in experts.parameters() if weight.dim() == 3),
+            expert_parameters=sum(weight.numel() for weight in experts.parameters()),
             inputs=0 if tied else embedding,
             embeddings=embedding if tied else 2 * embedding,
         )

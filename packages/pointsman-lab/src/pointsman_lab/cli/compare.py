@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pointsman._errors import RunError
+from pointsman._errors import RunError, did_you_mean
 from pointsman_lab.cli.finetune import TASK_FLAGS, add_compare_flags, fine_tune_comparison, settings_of_comparison
 from pointsman_lab.cli.options import Parser, choose_device, overrides, whole, words
 from pointsman_lab.cli.progress import Display, stop_on_signals
@@ -74,7 +74,8 @@ def run(arguments: Sequence[str]) -> int:
     values = flags.read(arguments)
     showing = bool(values.names or values.baseline or values.columns)
     if showing and not values.routers and not values.task and values.out:
-        flags.without_effect(values, TRAINING_FLAGS, "without --routers: only tables and page are made again")
+        without = (*TRAINING_FLAGS, *TASK_FLAGS, "--top-k", "--jobs", "--cluster")
+        flags.without_effect(values, without, "without --routers: only tables and page are made again")
         print(shown(values))
         print(f"\n{write_page(values.out, explorer=True)}", file=sys.stderr)
         return 0
@@ -170,6 +171,9 @@ def shown(values: Any) -> str:
     from pointsman_lab.runs.comparison import read_comparison, required_plan, save_plan, with_shown
 
     plan = with_shown(values.out, values.names, values.baseline, values.columns)
-    ComparisonTable.of(replace(read_comparison(values.out), shown=plan["shown"]))  # refuses a column before it is kept
+    every = replace(read_comparison(values.out), shown={**plan["shown"], "columns": ()})
+    for name in values.columns:
+        if name not in (known := ComparisonTable.of(every).header[1:]):
+            raise RunError(f"--columns {name}: {did_you_mean(name, known)}")
     save_plan(values.out, {**required_plan(values.out), "shown": plan["shown"]})  # with rows of meanwhile
     return write_tables(values.out)

@@ -145,6 +145,9 @@ class Parser(argparse.ArgumentParser):
             return [f"{name}={one}" for name, one in flattened(value)] if isinstance(value, dict) else _texts(value)
         converted = self._get_value(action, ",".join(_texts(value)))
         self._check_value(action, converted)
+        for one in value if isinstance(value, list) else [value]:
+            if one is None or isinstance(one, bool | dict | list):
+                raise argparse.ArgumentError(action, f"{one!r}: allowed are text and numbers")
         return converted
 
 

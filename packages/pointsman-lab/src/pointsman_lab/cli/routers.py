@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from pointsman._errors import RunError
 from pointsman_lab.cli.options import Parser, aligned, overrides, whole
 
 EPILOG = """examples:
@@ -130,6 +131,8 @@ def cost(values: argparse.Namespace, flags: Parser) -> str:
     from pointsman_lab.registry import find_preset
 
     published = find_preset(values.preset)
+    if unread := [key for key in overrides(values.set) if not key.startswith("model.")]:
+        raise RunError(f"pointsman routers: --set {unread[0]} has no effect on a cost: allowed are model.*")
     changed = preset(values.preset).with_overrides(overrides(values.set))
     vocabulary = values.vocabulary or published.get("vocabulary", 204)
     config: Any = changed.with_vocabulary(vocabulary).model

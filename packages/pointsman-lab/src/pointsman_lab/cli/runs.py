@@ -81,7 +81,10 @@ def changed(config: RunConfig, values: argparse.Namespace) -> RunConfig:
     }
     given |= {name: getattr(values, name, None) for entry in entries() for name in entry.settings}
     changes = {name: value for name, value in given.items() if value is not None}
-    return config.with_overrides({**changes, **overrides(values.set)})
+    told = overrides(values.set)
+    if "imports" in told:
+        raise RunError("--set imports has no effect: --import imports the routers of a module or a file")
+    return config.with_overrides({**changes, **told})
 
 
 def write_page(out: Path, *, explorer: bool = False) -> str:

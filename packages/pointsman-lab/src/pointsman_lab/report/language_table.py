@@ -34,6 +34,7 @@ class LanguageTable(Forms):
         floors: column -> (name, figure) of the best prediction without a model.
         errors: column -> standard error over items, mean over runs.
         costs: router -> what a token costs at the first k of training, where that is recorded.
+        dense: rows without routers, whose one k stands for every other.
     """
 
     name: str
@@ -44,6 +45,7 @@ class LanguageTable(Forms):
     floors: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     errors: Mapping[str, float] = field(default_factory=dict)
     costs: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    dense: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, runs: Sequence[RunRecord], name: str, note: str = "", split: str = "test") -> LanguageTable | None:
@@ -74,9 +76,9 @@ class LanguageTable(Forms):
                     cells[column][run.seed] = value
         lines = {line: {column: Cell(seeds) for column, seeds in cells.items()} for line, cells in values.items()}
         floors = {
-            language: (str(found["floor_name"]), float(found["floor"]))
+            language: (str(found.get("floor_name", "")), float(found["floor"]))
             for language in languages
-            if "floor" in (found := first["languages"][language])
+            if finite((found := first["languages"][language]).get("floor")) is not None
         }
         if floors:
             names = dict.fromkeys(name for name, _ in floors.values())
@@ -89,7 +91,8 @@ class LanguageTable(Forms):
         routers = dict.fromkeys(run.router for run, _, _ in rows)
         costs = {router: cost_of(run for run, _, _ in rows if run.router == router) for router in routers}
         costs = costs if any(costs.values()) else {}
-        return cls(name, list(columns), lines, metric(str(first["metric"])), note, floors, errors, costs)
+        dense = frozenset(routers) - {run.router for run, _, result in rows if result.get("routers")}
+        return cls(name, list(columns), lines, metric(str(first["metric"])), note, floors, errors, costs, dense)
 
     def at_floor(self, line: Line, column: str) -> bool:
         """Whether a figure is not above its floor by two standard errors."""
@@ -124,7 +127,7 @@ class LanguageTable(Forms):
         """Paired differences to the first router at the same k."""
         first = next(iter(self.lines))[0]
         base = {k: cells for (router, k), cells in self.lines.items() if router == first}
-        only = next(iter(base.values())) if len(base) == 1 else None  # a model without routers has one k
+        only = next(iter(base.values())) if len(base) == 1 and first in self.dense else None
         rows = []
         for (router, k), cells in self.lines.items():
             other = base.get(k, only)

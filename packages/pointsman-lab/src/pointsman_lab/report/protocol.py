@@ -11,6 +11,7 @@ from pointsman_lab._values import finite, flattened, written
 from pointsman_lab.report.series import BINS
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import Comparison
+from pointsman_lab.runs.imports import imports_of
 from pointsman_lab.runs.record import RunRecord
 
 
@@ -44,10 +45,13 @@ def facts(comparison: Comparison, table: ComparisonTable) -> list[tuple[str, str
 
 
 def _setting(comparison: Comparison, name: str) -> Any:
-    for source in (comparison.settings, *(run.config for run in comparison.runs.values())):
-        if source.get(name) is not None:
-            return source[name]
-    return None
+    """The setting; of single runs that differ in it each of its values."""
+    sources = [comparison.settings] if comparison.settings.get(name) is not None else [
+        run.config for run in comparison.runs.values()
+    ]  # fmt: skip
+    found = [source[name] for source in sources if source.get(name) is not None]
+    every = list(dict.fromkeys(map(str, found)))
+    return found[0] if len(every) == 1 else " / ".join(every) or None
 
 
 def missing(comparison: Comparison) -> list[str]:
@@ -88,6 +92,8 @@ def _train_command(run: RunRecord) -> str:
     else:
         told = (*given, "preset", "model.router")
         other = {key: value for key, value in deviations(run.config, expected).items() if key not in told}
+        other.pop("imports", None)
+        words += [word for one in imports_of(run.config) for word in ("--import", one)]
         words += [word for key, value in other.items() for word in ("--set", f"{key}={written(value)}")]
     return shlex.join([*words, "--out", run.path.name])
 
@@ -131,7 +137,7 @@ def _protocol_line(run: RunRecord) -> str:
 
 def pairing(comparison: Comparison) -> list[str]:
     """What all rows share, and which rows cannot be paired fully."""
-    if comparison.single:
+    if comparison.single or all(run.is_audit for run in comparison.runs.values()):
         return []
     told = {name: _of_rows(values) for name, values in differing(comparison).items()}
     found = [

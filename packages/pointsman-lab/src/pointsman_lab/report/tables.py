@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,18 +115,18 @@ class ComparisonTable(Forms):
         if len(names) > 1:
             raise RunError(f"{comparison.path}: runs were evaluated by different metrics: {', '.join(sorted(names))}")
         shown = {str(row.get("split", split)) for row in results}
-        split = shown.pop() if len(shown) == 1 else split
+        if len(shown) > 1:
+            raise RunError(f"{comparison.path}: runs were evaluated on different parts: {', '.join(sorted(shown))}")
+        split = shown.pop() if shown else split
         rows = [_row(comparison, router, split) for router in comparison.routers]
         ks = sorted({k for row in rows for k in row.quality})
         first = baseline or (comparison.routers[0] if comparison.routers else NONE)
         audit = bool(comparison.runs) and all(run.is_audit for run in comparison.runs.values())
         measure, names_of = metric(names.pop() if names else "bits_per_character"), comparison.shown.get("names", {})
         columns = comparison.shown.get("columns", ())
-        table = cls(rows, ks, measure, first, split, audit, names=names_of, columns=columns)
-        for name in columns:
-            if name not in (known := table.header[1:]):
-                raise RunError(f"column {name!r}: {did_you_mean(name, known)}")
-        return table
+        table = cls(rows, ks, measure, first, split, audit, names=names_of)
+        # one that was asked for may be gone: the k of the evaluation can change
+        return replace(table, columns=[name for name in columns if name in table.header[1:]])
 
     def label(self, router: str) -> str:
         """What the tables call a router."""

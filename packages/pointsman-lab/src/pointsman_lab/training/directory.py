@@ -10,7 +10,7 @@ from typing import Any
 from pointsman._errors import RunError
 from pointsman.routers.frame.registry import has_one_k
 from pointsman_lab._files import read_text, read_whole_json, within, write_whole
-from pointsman_lab._values import name_fault
+from pointsman_lab._values import finite, name_fault
 from pointsman_lab.registry import read_vocabulary
 from pointsman_lab.runs.checkpoints import steps_of
 from pointsman_lab.runs.imports import check_origin
@@ -108,7 +108,8 @@ class RunDirectory:
         if config.choose == "last":
             return last
         k = validated_k(config)
-        rows = [row for row in self.metrics("valid") if row["top_k"] == k and row["step"] <= last]
+        rows = [row for row in self.metrics("valid") if row.get("top_k") == k and finite(row.get("value")) is not None]
+        rows = [row for row in rows if (step := finite(row.get("step"))) is not None and step <= last]
         return max(rows, key=lambda row: (row["value"], -row["step"]))["step"] if rows else last
 
 

@@ -105,6 +105,13 @@ def tuned(
     if shared_seeds := sorted({*SEEDS} & {*plan.seeds}):
         raise RunError(f"--tune uses seed {shared_seeds[0]}, which is then no seed of a result: fewer --seeds")
     every, shared = choices(told), SHARED | plan.base.own.keys() | without_effect(plan.base.model.family)
+    for scale in {dict(one).get(ROUTER, "1") for one in every}:
+        try:
+            number = float(scale)
+        except ValueError:
+            number = math.nan
+        if not 0 < number < math.inf:
+            raise RunError(f"--tune {ROUTER}={scale}: allowed are numbers above 0")
     if common := [key for key, _ in every[0] if key in shared]:
         raise RunError(f"--tune {common[0]}: all rows share it; use --set or its flag")
     named = out if out.name not in ("", "..") else out.resolve()
@@ -141,7 +148,10 @@ def tuned(
             if not specs:
                 continue
             folder = file.with_name(f"{steps}-{slug(_text(choice))}")
-            train(replace(plan, base=base, routers=tuple(specs.values()), seeds=seeds), folder)
+            try:
+                train(replace(plan, base=base, routers=tuple(specs.values()), seeds=seeds), folder)
+            except RunError as error:
+                raise RunError(f"--tune {_text(choice)}, {steps} steps: {error}") from None
             done = read_comparison(folder).runs
             for row, spec in specs.items():
                 each = [done[spec, seed].results("valid").values() for seed in seeds]  # a dense row has its own k
@@ -173,10 +183,14 @@ def _text(choice: Choice) -> str:
     return " ".join(f"{key}={value}" for key, value in choice)
 
 
+def _shown(figure: float) -> str:
+    return NONE if math.isinf(figure) else f"{abs(figure):.4f}"
+
+
 def _table(row: str, values: Mapping[str, Sequence[float]], best: str, steps: int) -> str:
     """The curve of a row; what was left out after a round has no figure in the next."""
     lines = [
-        [text, *(f"{abs(one):.4f}" for one in found), *[NONE] * (len(SHARES) - len(found)), "chosen" * (text == best)]
+        [text, *(_shown(one) for one in found), *[NONE] * (len(SHARES) - len(found)), "chosen" * (text == best)]
         for text, found in values.items()
     ]
     first = f"{row}, seed {SEEDS[0]} (last round: {SEEDS[0]} to {SEEDS[-1]})"
