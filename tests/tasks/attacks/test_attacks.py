@@ -65,7 +65,7 @@ def test_words_in_bytes_are_swapped_as_in_the_text() -> None:
 
 def test_a_word_without_its_bytes_is_refused() -> None:
     small = Vocabulary.of_bytes([ord(" "), *range(ord("a"), ord("z") + 1)])
-    with pytest.raises(RunError, match="puts 'AAA' for words, and this run's text has not all of its bytes"):
+    with pytest.raises(RunError, match="puts 'AAA' for words; of this run's bytes that would be white space"):
         attack_texts([small.encode_compact("the quick fox")[0]], small, Attack(0.5))
 
 

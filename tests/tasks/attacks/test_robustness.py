@@ -33,7 +33,7 @@ SMALL = {
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("robust")
-    (folder / "text.txt").write_text("the film was good, the play was bad. \n" * 800)
+    (folder / "text.txt").write_text("A film was good, the play was bad. \n" * 800)
     config = preset("tiny", data=str(folder / "text.txt"), steps=4).with_overrides(SMALL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))

@@ -289,6 +289,7 @@ def test_english_alone_is_trained_on_and_validation_shares_no_group(data: Path) 
 
 def test_the_papers_preset_freezes_and_has_the_scripts_rates(run: Path, data: Path) -> None:
     config = RunDirectory(run).config()
+    config = replace(config, model=replace(config.model, max_length=512))
     found = load_xtreme("panx", data)
     paper = Finetuning("panx", preset="finetune-xmoe")
     assert (paper.freeze, paper.balance) == (("router", "experts"), 0.01)

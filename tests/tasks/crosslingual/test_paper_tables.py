@@ -109,7 +109,7 @@ def test_a_difference_is_at_the_same_k_or_to_a_row_of_one_k() -> None:
     table = LanguageTable("xtreme-xnli", ["en"], lines, metric("accuracy"), "")
     assert [row[0] for row in table.difference_grid().rows] == ["xmoe k=2"]
     lines = {("dense", 8): lines.pop(("smoe", 1)), **lines}
-    table = LanguageTable("xtreme-xnli", ["en"], lines, metric("accuracy"), "")
+    table = LanguageTable("xtreme-xnli", ["en"], lines, metric("accuracy"), "", dense=frozenset({"dense"}))
     assert [row[0] for row in table.difference_grid().rows] == ["smoe k=2", "fixed k=8", "xmoe k=2"]
 
 

@@ -74,8 +74,8 @@ def attack_texts(rows: Sequence[IdArray], vocabulary: Vocabulary, attack: Attack
     chosen = np.zeros(total, dtype=np.bool_)
     chosen[np.random.default_rng([attack.seed, 0]).permutation(total)[: round(attack.rate * total)]] = True
     new, missing = vocabulary.encode_compact(attack.word)
-    if missing and vocabulary.level == "byte":
-        raise RunError(f"the attack puts {attack.word!r} for words, and this run's text has not all of its bytes")
+    if missing and not len(_words(new, vocabulary)):
+        raise RunError(f"the attack puts {attack.word!r} for words; of this run's bytes that would be white space")
     picked = np.split(chosen, np.cumsum([len(each) for each in spans])[:-1])
     made = [_swapped(row, each[own], new) for row, each, own in zip(rows, spans, picked, strict=True)]
     return Attacked(tuple(row for row, _ in made), tuple(source for _, source in made), int(chosen.sum()), total)
