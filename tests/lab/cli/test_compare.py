@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 
 from pointsman.ops.kernels import using
-from pointsman_lab.cli.main import main
+from pointsman_lab.cli.main import _Terminal, main
 from pointsman_lab.models.transformer_xl import TransformerXL
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.run import load_run
@@ -245,3 +245,14 @@ def test_a_stopped_evaluation_says_so(
     monkeypatch.setattr("pointsman_lab.cli.evaluate.stop_on_signals", lambda: contextlib.nullcontext(stopping))
     assert main(["evaluate", str(run)]) == 130
     assert capsys.readouterr().err.strip() == "pointsman: stopped; the same command starts this evaluation anew"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no such terminals")
+def test_a_write_to_a_closed_terminal_goes_nowhere() -> None:
+    terminal, end = os.openpty()
+    stream = _Terminal(end, "w", closefd=False)
+    assert stream.write(b"seen") == 4
+    os.close(terminal)
+    assert stream.write(b"unseen") == 6
+    assert not os.isatty(end)
+    os.close(end)

@@ -14,7 +14,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TextIO
+from typing import Any, TextIO
 
 from pointsman._errors import Stopped, did_you_mean
 from pointsman.parallel import STORE
@@ -96,8 +96,27 @@ def ready_streams() -> None:
         if getattr(sys, name) is None:  # else the next file that is opened would get its number
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
             setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115 - until the end
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if os.name == "posix" and isinstance(stream, io.TextIOWrapper) and stream.isatty():
+            raw = io.BufferedWriter(_Terminal(stream.fileno(), "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
+
+
+class _Terminal(io.FileIO):
+    """A terminal. Once it has closed, what is written goes nowhere: an error would end the command unsaved, since a
+    write may fail before the signal comes."""
+
+    def write(self, data: Any) -> int | None:  # type: ignore[override]
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            return super().write(data)
 
 
 def _main(words: Sequence[str]) -> int:
