@@ -109,7 +109,7 @@ def make_files(folder: Path) -> None:
     environment.commit = lambda: None
     random = Random(0)
     letters = ["".join(random.choices("abcdefgh", k=random.randint(1, 5))) for _ in range(30)]
-    (folder / "text.txt").write_text("".join(random.choice(letters) + random.choice(" \n") for _ in range(400)))
+    (folder / "text.txt").write_text("? " + "".join(random.choice(letters) + random.choice(" \n") for _ in range(400)))
     rows = [f"{random.choice(letters)} {random.choice(letters)}\t{number % 2}" for number in range(120)]
     (folder / "task.tsv").write_text("text\tlabel\n" + "".join(f"{row}\n" for row in rows))
     (folder / "small.toml").write_text(SMALL)
