@@ -133,8 +133,8 @@ def follow(entry: Mapping[str, Any], rules: Mapping[str, Any], where: str) -> No
             raise RunError(
                 f"{where}, seed {seed}: evaluated at k = {', '.join(map(str, ks))}; the track asks for k = 2"
             )
-        if len(run["log"]["step"]) != len(run["log"]["loss"]):
-            raise RunError(f"{where}, seed {seed}: its log has {len(run['log']['step'])} steps and other losses")
+        if (steps := len(run["log"]["step"])) != (losses := len(run["log"]["loss"])):
+            raise RunError(f"{where}, seed {seed}: its log has {steps} steps and {losses} losses")
         if any(finite(result.get("value")) is None for result in run["evaluation"]["results"]):
             raise RunError(f"{where}, seed {seed}: a figure of its evaluation is missing")
         if any(result.get("split") != "test" for result in run["evaluation"]["results"]):

@@ -163,7 +163,8 @@ def undecayed(model: nn.Module) -> set[int]:
 
 
 def added_up(model: nn.Module, ranks: Ranks) -> Callable[[Sequence[Tensor]], None]:
-    """Adds up over ranks that ran the same layers in this step; of others each counts for itself, with a warning."""
+    """A function that adds up over ranks, for `step_end`; where they ran other layers in this step one that adds up
+    nothing, with a warning. Every rank must call it: it compares them, which waits for the device once."""
     routers = list(dict.fromkeys(router for _, router in named_routers(model)))
     if ranks.count > 1 and any(router.needs_step_end for router in routers):
         sums = [[tuple(value.shape) for value in router.gathered()] for router in routers]

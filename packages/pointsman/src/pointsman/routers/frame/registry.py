@@ -250,9 +250,8 @@ def _stages(
 
 
 OWNERS = {
-    "balance_scope": ("balance",), "balance_on": ("balance",),
     **dict.fromkeys([one for one in COMMON.options if one.startswith("capacity_")], ("capacity", "eval_capacity")),
-    "capacity_total": ("capacity",),  # weights of one mode alone would be other weights
+    "capacity_total": ("capacity",), "balance_scope": ("balance",), "balance_on": ("balance",),
 }  # fmt: skip
 """Options that change nothing without one of these others."""
 
