@@ -28,9 +28,7 @@ from pointsman_lab.exam.scores import QUICK, TASKS, Cells, difference, mean_of_r
 from pointsman_lab.exam.student import ROWS
 from pointsman_lab.report.cell import metric
 from pointsman_lab.report.results import tidy
-from pointsman_lab.runs.comparison import read_comparison
-from pointsman_lab.runs.paths import COMPARISON
-from tools.results.claims_file import tuned_rows
+from tools.results.grids import read_grids, tuned_rows
 
 ROOT = Path(__file__).parents[1]
 PAPERS = ("smoe", "hyperrouter", "xmoe", "smoe-dropout", "loss-free")
@@ -142,16 +140,16 @@ def best(cells: Cells, task: str, rows: Sequence[str]) -> str:
 def results(folder: Path) -> dict[str, dict[str, float]]:
     """Comparison -> router -> mean figure on the test split, more is better."""
     found: dict[str, dict[str, float]] = {}
-    for grid in sorted(folder.glob(f"*/{COMPARISON}")):
-        rows = [row for row in tidy(read_comparison(grid.parent)) if row["value"] is not None]
+    for name, grid in sorted(read_grids(folder)[1].items()):
+        rows = [row for row in tidy(grid) if row["value"] is not None]
         values: dict[str, list[float]] = {}
-        names = {spec: row for row, spec in tuned_rows(grid.parent).items()}  # the router's own rate is no other router
+        names = {spec: row for row, spec in tuned_rows(grid).items()}  # the router's own rate is no other router
         ks = {row["k"] for row in rows}
         for row in rows:
             if row["k"] == 2 or 2 not in ks:
                 sign = -1 if metric(row["metric"]).lower_is_better else 1
                 values.setdefault(names.get(row["router"], row["router"]), []).append(sign * row["value"])
-        found[grid.parent.name] = {router: statistics.fmean(one) for router, one in values.items()}
+        found[name] = {router: statistics.fmean(one) for router, one in values.items()}
     return found
 
 

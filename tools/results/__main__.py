@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,11 @@ from pointsman_lab.report.language_table import LanguageTable
 from pointsman_lab.report.results import tables_of
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.report.task_table import TaskTable, finetunings, variants
-from pointsman_lab.runs.comparison import Comparison, read_comparison
+from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.training.tune import CURVE, edges
 from tools.results.claims import Page, Tested
-from tools.results.claims_file import CLAIMS, read_toml, tuned_rows
+from tools.results.claims_file import CLAIMS, read_toml
+from tools.results.grids import tuned_rows
 from tools.results.measures import DIAGNOSED, UNITS, Measure
 from tools.results.trends import read_trends, write_trends
 
@@ -47,19 +48,19 @@ class Pages:
         values = read_toml(self.records / CLAIMS)
         lines = {}
         for name, grid in values["grids"].items():
-            if not grid.get("page", True) or not (self.records / name).is_dir():
+            if not grid.get("page", True) or name not in self.claims.grids:
                 continue
-            comparison = read_comparison(self.records / name)
+            comparison = self.claims.grids[name]
             seeds = [sum(run.done for run in comparison.of(router)) for router in comparison.routers]
             if min(seeds) < self.claims.seeds_of(grid.get("family", "")):  # nobody looks before all of them are there
                 continue
             link, about = f"[{name}]({name}.md)", grid.get("about", "")
             lines[name] = [link, about, str(len(comparison.routers)), str(max(seeds))]
-            print(write_whole(folder / f"{name}.md", self.grid(name, about, comparison)))
+            print(write_whole(folder / f"{name}.md", self.grid(name, about, comparison, grid.get("again", ""))))
         print(write_whole(folder / "index.md", wrapped(self.index(values, lines))))
 
-    def grid(self, name: str, about: str, comparison: Comparison) -> str:
-        """Command, quality with paired differences, loads, diagnoses, and what else was evaluated."""
+    def grid(self, name: str, about: str, comparison: Comparison, again: str = "") -> str:
+        """Commands, quality with paired differences, loads, diagnoses, and what else was evaluated."""
         table = ComparisonTable.of(comparison)
         forms: list[Forms] = [table]
         runs = [run for router in comparison.routers for run in comparison.of(router)]
@@ -71,6 +72,7 @@ class Pages:
         found = {f"{name} ({UNITS[name]})": Measure(name) for name in DIAGNOSED}
         parts = [f"# {name}", about, MADE, "\n".join(["```sh", *self.claims.shown_commands(name), "```"])]
         parts += tuning(self.records / name)
+        parts += tuning(self.records / again, "tuning again", tuned_rows(comparison)) if again else []
         for form in forms:
             parts += [f"## {form.file}", form.markdown()]
             if form is table and any(row.router_parameters is None for row in table.rows):
@@ -103,17 +105,20 @@ class Pages:
         return joined(*(part.strip() for part in parts))
 
 
-def tuning(folder: Path) -> list[str]:
+def tuning(folder: Path, title: str = "tuning", rows: Container[str] | None = None) -> list[str]:
     """What `compare --tune` chose for each row of a grid, with its figures, and where that is an edge of what it tried.
 
     Args:
         folder: has the tuning's own tuning.json beside the record, if the grid was tuned.
+        rows: which are shown, as they were asked for; the default is all.
     """
     told = read_json(folder / CURVE)
     if told is None:
         return []
     lines, notes = [], []
     for row, values in told["curve"].items():
+        if rows is not None and row not in rows:
+            continue
         curve = {text: [math.inf if one is None else one for one in each] for text, each in values.items()}
         rounds = max(map(len, curve.values()))
         best, *others = sorted((one for one in curve if len(curve[one]) == rounds), key=lambda one: curve[one][-1])
@@ -125,7 +130,7 @@ def tuning(folder: Path) -> list[str]:
     first, *more = told["seeds"]
     last = f" (last round: {first} to {more[-1]})" if more else ""
     what = f"Seed {first}{last}, validation text, k = {told['k']}: after each round the better of a row's choices."
-    return ["## tuning", what, Grid(header, lines, labels=1).markdown(), *notes]
+    return [f"## {title}", what, Grid(header, lines, labels=1).markdown(), *notes]
 
 
 def _answer(one: Tested, lines: Mapping[str, Sequence[str]]) -> Sequence[str]:
@@ -156,9 +161,9 @@ def make(records: Path, folder: Path) -> None:
     print(claims.write(folder))
     print(write_trends(read_trends(records), folder))
     if (folder / f"{MAIN}.md").is_file():
-        specs = tuned_rows(records / MAIN)
+        specs = tuned_rows(claims.grids[MAIN])
         rows = tuple(specs.get(row, row) for row in ROWS)
-        table = ComparisonTable.of(replace(read_comparison(records / MAIN), routers=rows))
+        table = ComparisonTable.of(replace(claims.grids[MAIN], routers=rows))
         picture = folder / "pictures" / "quality.svg"
         print(save_lines(picture, series.quality(table), "experts per token, k", table.metric.label, ks=table.top_k))
 

@@ -16,22 +16,20 @@ from pointsman_lab._files import write_whole
 from pointsman_lab._grid import NONE, Grid
 from pointsman_lab.exam.exam import record
 from pointsman_lab.report.cell import LEAST_SEEDS
-from pointsman_lab.runs.comparison import Comparison, read_comparison
-from pointsman_lab.runs.paths import COMPARISON
+from pointsman_lab.runs.comparison import Comparison
 from tools.results.claims_file import (
     CLAIMS,
     Claim,
     Family,
     check_cost,
-    check_tuned,
     read_claims,
     read_toml,
     tuned_claim,
-    tuned_rows,
     unit_of,
     values_in_file,
     values_of,
 )
+from tools.results.grids import check_tuned, read_grids, tuned_rows
 from tools.results.inference import Judged, Prior, judge
 
 COMMANDS = ("pointsman ", "python ")
@@ -74,6 +72,7 @@ class Tested:
         judged: the tests of the difference, corrected for the family; None where seeds are missing.
         primary: whether its family is.
         plain: the tests without moderation, of a primary family.
+        first, plain_first: both at the first choice of rates, where the grid has a second, of a primary family.
     """
 
     claim: Claim
@@ -84,13 +83,15 @@ class Tested:
     judged: Judged | None = None
     primary: bool = False
     plain: Judged | None = None
+    first: Judged | None = None
+    plain_first: Judged | None = None
 
     @property
     def verdict(self) -> str:
-        """holds, does not hold, equivalent, undecided, or not run."""
+        """holds, does not hold, equivalent, undecided, or not run; of two choices of rates what both say."""
         if self.judged is None:
             return f"not run ({len(self.values)} of {self.seeds} seeds)" if self.values else "not run"
-        return self.judged.verdict
+        return _agreed(self.judged, self.first)
 
     @property
     def verdict_text(self) -> str:
@@ -98,7 +99,7 @@ class Tested:
         text = self.marked
         if self.judged is not None and self.verdict == "equivalent":
             text += f" within {self.judged.margin:g}"
-        elif self.judged is not None and self.verdict == "undecided":
+        elif self.judged is not None and self.judged.verdict == "undecided":
             more, smallest, margin = self.judged.more_seeds, self.judged.smallest, self.judged.margin
             needs = f"needs {more:,} more" if more < 1000 else "needs over 1,000 more"
             sees = "would show equality within" if self.claim.expected == "equal" else "sees"
@@ -107,9 +108,14 @@ class Tested:
 
     @property
     def otherwise(self) -> str:
-        """The verdict of a plain t-test, where that of moderated variances is another, and the claim's note."""
-        other = self.plain.verdict if self.plain else self.verdict
-        text = f"; by a plain t-test {other}" if other != self.verdict else ""
+        """That of the first choice of rates, of a plain t-test where it is another, and the claim's note."""
+        text = ""
+        if self.judged and self.first:
+            one, two = self.first, self.judged
+            text = f"; first choice of rates: {interval(one.values, one)}, {one.verdict}"
+            text += f"; second: {two.verdict}" if two.verdict != one.verdict else ""
+        other = _agreed(self.plain, self.plain_first) if self.plain else self.verdict
+        text += f"; by a plain t-test {other}" if other != self.verdict else ""
         return text + (f"; {self.claim.note}" if self.claim.note and self.judged else "")
 
     @property
@@ -151,6 +157,11 @@ class Tested:
         return f"{interval(self.control)} against `{self.claim.control}`"
 
 
+def _agreed(one: Judged, first: Judged | None) -> str:
+    """The verdict of two choices of rates; undecided where they differ."""
+    return one.verdict if first is None or first.verdict == one.verdict else "undecided"
+
+
 def interval(values: Sequence[float], judged: Judged | None = None) -> str:
     """Mean ± half of the 95 % interval; the mean alone below `LEAST_SEEDS` values."""
     one = judged or Judged(values, 0.0)
@@ -164,39 +175,31 @@ class Page:
     tested: Sequence[Tested]
     commands: Mapping[str, Sequence[str]] = field(default_factory=dict)
     families: Mapping[str, Family] = field(default_factory=dict)
+    grids: Mapping[str, Comparison] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path) -> Page:
         """The claims of `folder`/claims.toml, tested on the grids in `folder`; a grid that is not there is not run."""
         commands, families, claims = read_claims(folder / CLAIMS)
-        of_grid = {name: grid.get("family", "") for name, grid in read_toml(folder / CLAIMS).get("grids", {}).items()}
-        grids = {name: read_comparison(folder / name) for name in commands if (folder / name / COMPARISON).is_file()}
-        cells = record() if any(one.exam for one in claims) else {}
-        for grid in grids.values():
+        known = read_toml(folder / CLAIMS).get("grids", {})
+        own, shown = read_grids(folder)
+        for grid in own.values():
             check_tuned(grid)
-        specs = {name: tuned_rows(folder / name) for name in grids}
-        claims = [tuned_claim(one, specs) for one in claims]
-        tested = [
-            Tested(
-                one,
-                values_of(one, one.base, grids, cells, one.base_grid) or values_in_file(one, folder),
-                values_of(one, one.control, grids, cells) if one.control else None,
-                unit_of(one, grids),
-                max(
-                    families.get(name, Family()).seeds
-                    for name in (one.family, of_grid.get(one.grid, ""), of_grid.get(one.base_grid, ""))
-                ),
-                primary=families[one.family].kind == "primary",
-            )
-            for one in claims
-        ]
+        of_grid = {name: grid.get("family", "") for name, grid in known.items()}
+        tested = judged_by_family(_tested(claims, folder, shown, families, of_grid), families)
+        again = {name: grid["again"] for name, grid in known.items() if "again" in grid and name in own}
+        if again:
+            primary = {name: of for name, of in families.items() if of.kind == "primary"}
+            first = judged_by_family(_tested(claims, folder, own, families, of_grid), primary)
+            tested = [replace(one, first=before.judged, plain_first=before.plain) if one.claim.grid in again else one
+                      for one, before in zip(tested, first, strict=True)]  # fmt: skip
         for one in tested:
-            check_cost(one.claim, grids.get(one.claim.grid), grids.get(one.claim.base_grid or one.claim.grid))
-        whole = {
-            name: [f"{first} \\\n    {_options(grids.get(name), specs.get(name, {}))}--out GRID", *after]
-            for name, (first, *after) in commands.items()
-        }
-        return cls(judged_by_family(tested, families), whole, families)
+            check_cost(one.claim, shown.get(one.claim.grid), shown.get(one.claim.base_grid or one.claim.grid))
+        whole = {name: [f"{first} \\\n    {_options(own.get(name))}--out GRID", *after]
+                 for name, (first, *after) in commands.items()}  # fmt: skip
+        whole |= {name: whole[name] + [one.replace("GRID", f"records/{other}") for one in whole[other]]
+                  for name, other in again.items()}  # fmt: skip
+        return cls(tested, whole, families, shown)
 
     def markdown(self) -> str:
         """The page."""
@@ -254,6 +257,32 @@ class Page:
         return write_whole(folder / "claims.md", self.markdown())
 
 
+def _tested(
+    claims: Sequence[Claim],
+    folder: Path,
+    grids: Mapping[str, Comparison],
+    families: Mapping[str, Family],
+    of_grid: Mapping[str, str],
+) -> list[Tested]:
+    """The claims with their figures in these grids, not judged yet."""
+    cells = record() if any(one.exam for one in claims) else {}
+    specs = {name: tuned_rows(grid) for name, grid in grids.items()}
+    return [
+        Tested(
+            one,
+            values_of(one, one.base, grids, cells, one.base_grid) or values_in_file(one, folder),
+            values_of(one, one.control, grids, cells) if one.control else None,
+            unit_of(one, grids),
+            max(
+                families.get(name, Family()).seeds
+                for name in (one.family, of_grid.get(one.grid, ""), of_grid.get(one.base_grid, ""))
+            ),
+            primary=families[one.family].kind == "primary",
+        )
+        for one in (tuned_claim(one, specs) for one in claims)
+    ]
+
+
 def judged_by_family(tested: Sequence[Tested], families: Mapping[str, Family]) -> list[Tested]:
     """The claims with their tests, corrected within each family. A variance's prior is that of its grid and measure."""
     whole = [one for one in tested if len(one.values) >= one.seeds]
@@ -283,11 +312,11 @@ def _kind(one: Tested) -> tuple[str, str, str]:
     return one.claim.family, one.claim.grid or one.claim.exam, one.claim.measure
 
 
-def _options(comparison: Comparison | None, specs: Mapping[str, str]) -> str:
+def _options(comparison: Comparison | None) -> str:
     """Of `compare`: all rows as they were asked for, and seeds as many as the row has that has most."""
     if comparison is None:
         return ""
-    asked = {spec: row for row, spec in specs.items()}
+    asked = {spec: row for row, spec in tuned_rows(comparison).items()}
     rows = [asked.get(row, row) for row in comparison.routers]
     seeds = max(len(comparison.of(row)) for row in comparison.routers)
     return f"--routers {','.join(rows)} \\\n    --seeds {seeds} "

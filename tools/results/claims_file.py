@@ -9,6 +9,10 @@ The file lies beside the grids. A grid is a comparison directory; a claim compar
     after = ["pointsman evaluate GRID --attack word"]     # optional: what else its claims need, with GRID as its folder
     family = "language"        # the default: of its claims
     page = false               # optional: its claims stay, and its page goes, since a better grid has taken its place
+    again = "again-k2"         # optional: a grid that has rows of this one again, with rates that were chosen anew
+
+The rows of `again` take the place of those that were asked for likewise, in pages and claims. A claim of a primary
+family is then decided only where this grid's own rows and these give the same verdict.
 
     [families.language]        # optional; p-values are corrected within a family
     kind = "primary"           # or "exploratory", the default
@@ -76,15 +80,13 @@ from pointsman_lab._values import typed_fields
 from pointsman_lab.exam.scores import TASKS, Cells, difference
 from pointsman_lab.report.cell import LEAST_SEEDS
 from pointsman_lab.report.tables import ComparisonTable
-from pointsman_lab.runs.comparison import Comparison, read_plan
-from pointsman_lab.runs.record import label
-from pointsman_lab.training.settings import flat
+from pointsman_lab.runs.comparison import Comparison
 from tools.results.inference import CORRECTIONS
 from tools.results.measures import MARGINS, UNITS, Measure
 
 CLAIMS = "claims.toml"
 SHAPE: dict[str, Any] = {
-    "grids": {"*": {"command!": str, "after": [str], "family": str, "about": str, "page": bool}},
+    "grids": {"*": {"command!": str, "after": [str], "family": str, "about": str, "page": bool, "again": str}},
     "intro": str,
     "questions": [{"name!": str, "title!": str, "picture!": str, "alt!": str, "note": str}],
     "families": {"*": {"kind": str, "seeds": int}},
@@ -224,23 +226,6 @@ def values_of(
     one = claim.measured.of(mine, claim.row)
     two = replace(claim.measured, k=claim.base_k or claim.k).of(theirs, other)
     return [one[seed] - two[seed] for seed in sorted(one.keys() & two.keys())]
-
-
-def tuned_rows(folder: Path) -> dict[str, str]:
-    """Row as it was asked for -> its spec in the grid, where `compare --tune` chose the router's own rate."""
-    plan = read_plan(folder) or {}
-    return {str(one["row"]): spec for spec, one in plan.get("tuned", {}).items() if "row" in one}
-
-
-def check_tuned(grid: Comparison) -> None:
-    """Refuses a run in which a number is not the one that `compare --tune` chose for its row."""
-    for spec, chosen in (read_plan(grid.path) or {}).get("tuned", {}).items():
-        for run in grid.of(label(spec)):
-            found = flat(run.config)
-            for key, value in chosen.items():
-                was = found.get(key)
-                if type(was) in (int, float) and was != float(value):
-                    raise RunError(f"{run.path}: {key} is {was}; {grid.path} chose {value} for {spec}")
 
 
 def tuned_claim(claim: Claim, specs: Mapping[str, Mapping[str, str]]) -> Claim:

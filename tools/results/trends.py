@@ -34,9 +34,9 @@ from pointsman_lab._grid import wrapped
 from pointsman_lab.report.cell import LEAST_SEEDS, Paired
 from pointsman_lab.report.figures import save_lines
 from pointsman_lab.report.forms import joined
-from pointsman_lab.runs.comparison import Comparison, read_comparison
-from pointsman_lab.runs.paths import COMPARISON
+from pointsman_lab.runs.comparison import Comparison
 from tools.results.claims_file import CLAIMS, planned, read_toml
+from tools.results.grids import read_grids
 from tools.results.measures import UNITS, Measure
 
 X = float | str
@@ -110,7 +110,7 @@ def read_trends(folder: Path) -> list[Trend]:
     """The trends of `folder`/claims.toml."""
     values = read_toml(folder / CLAIMS)
     known = values.get("grids", {})
-    grids = {name: read_comparison(folder / name) for name in known if (folder / name / COMPARISON).is_file()}
+    grids = read_grids(folder)[1]
     named = enumerate(values.get("trends", []), 1)
     return [_trend(one, f"{folder / CLAIMS}, trend {number}", known, grids) for number, one in named]
 
@@ -137,7 +137,8 @@ def _trend(one: Mapping[str, Any], where: str, known: Mapping[str, Any], grids: 
                 raise RunError(f"{where}: unknown grid {grid!r}: {did_you_mean(grid, known)}")
             if figures := _figures(measure, grids.get(grid), row, base):
                 curves.setdefault(curve, {})[x] = figures
-    label = f"{measure.text}, {measure.unit(next(iter(grids.values()), None))}".removesuffix(", ")
+    first = next((grids[grid] for points in planned(one).values() for _, grid, _ in points if grid in grids), None)
+    label = f"{measure.text}, {measure.unit(first)}".removesuffix(", ")
     rest = {key: one[key] for key in ("log", "note") if key in one}
     return Trend(one["name"], one["title"], one["x"], label, curves, base=base, **rest)
 
