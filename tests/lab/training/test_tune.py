@@ -200,3 +200,22 @@ def test_each_row_gets_its_settings(tmp_path: Path, capsys: pytest.CaptureFixtur
     before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("evaluation.json")}
     assert main(command) == 0
     assert before == {file: file.stat().st_mtime_ns for file in tmp_path.rglob("evaluation.json")}
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_choice_that_diverges_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str], jobs: str) -> None:
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text(TEXT)
+    more = ["--set", "clip_norm=0", "--set", "warmup_steps=1", "--train-top-k", "2", "--jobs", jobs, "--steps", "8"]
+    command = [*arguments(text, out, routers="smoe,dense"), *more]
+    assert main([*command, "--tune", "learning_rate=1e-3,1e9"]) == 0
+    shown = capsys.readouterr()
+    assert "passed over: router smoe, seed 1000: step " in shown.err
+    curve = json.loads((tmp_path / "out-tuning" / "tuning.json").read_text())["curve"]
+    for row in ("smoe", "dense"):
+        assert curve[row]["learning_rate=1e9"][-1] is None
+        assert None not in curve[row]["learning_rate=1e-3"]
+    plan = json.loads((out / "comparison.json").read_text())
+    assert {one["learning_rate"] for one in plan["tuned"].values()} == {"1e-3"}
+    assert main([*command[:-1], "4", "--out", str(tmp_path / "none"), "--tune", "learning_rate=1e8,1e9"]) == 2
+    assert "--tune: smoe diverged at every choice (1 steps): name lower" in capsys.readouterr().err

@@ -157,7 +157,7 @@ def tuned_plan(plan: Plan, told: Sequence[str], out: Path, device: str, jobs: in
         def train(one: Plan, folder: Path) -> None:
             compare(
                 one, folder, device=device, jobs=jobs, hosts=hosts, progress=display, stop=stop,
-                data_progress=display.data,
+                data_progress=display.data, pass_over=True,
             )  # fmt: skip
 
         note = partial(print, file=sys.stderr)

@@ -43,7 +43,7 @@ from pointsman_lab.training.config import settings as all_settings
 from pointsman_lab.training.directory import RunDirectory
 from pointsman_lab.training.jobs import Hosts, Work, do_all
 from pointsman_lab.training.settings import flat, without_effect
-from pointsman_lab.training.state import Interrupted
+from pointsman_lab.training.state import Diverged, Interrupted
 from pointsman_lab.training.task import Task, check_models, check_ranks, pretraining_task
 from pointsman_lab.training.trainer import train
 
@@ -170,6 +170,7 @@ def compare(
     data_progress: Callable[[str, int, int], None] | None = None,
     ranks: Ranks = ALONE,
     layout: Layout | None = None,
+    pass_over: bool = False,
 ) -> Plan:
     """Trains and evaluates what is missing of a comparison: one seed for all routers before the next.
 
@@ -184,6 +185,7 @@ def compare(
         data_progress: told of reading and tokenizing the data.
         ranks: who shares each batch of each run, one run after another; every rank calls with the same arguments.
         layout: how they divide each model; None: in shards.
+        pass_over: says which run diverges, leaves it without an evaluation, and goes on, in place of an error.
 
     Returns:
         The plan of the whole directory.
@@ -221,7 +223,8 @@ def compare(
         whole, todo = ranks.by_first(begin)
         titles = [f"{number}/{len(every)} {router}, seed {seed}" for number, router, seed in todo]
         runs = [(plan.config(router, seed), run_path(out, router, seed)) for _, router, seed in todo]
-        setup = partial(_trainer, replace(plan.base, imports=tuple(named_before(plan.base.imports))), device)
+        base = replace(plan.base, imports=tuple(named_before(plan.base.imports)))
+        setup = partial(_trainer, base, device, pass_over=pass_over)
         do_all(
             runs, titles, setup, partial(setup, task, ranks, layout), jobs, progress=progress,
             ended=lambda _: ended(), stop=stop, hosts=hosts,
@@ -266,8 +269,9 @@ def check_runs(out: Path) -> Comparison:
 
 
 def _trainer(
-    base: RunConfig, device: str, task: Task | None = None, ranks: Ranks = ALONE, layout: Layout | None = None
-) -> Work:
+    base: RunConfig, device: str, task: Task | None = None, ranks: Ranks = ALONE, layout: Layout | None = None,
+    *, pass_over: bool = False,
+) -> Work:  # fmt: skip
     """Trains and evaluates (settings, directory), or continues it; a worker, without `task`, reads the data itself."""
     if task is None:
         for name in base.imports:
@@ -283,6 +287,10 @@ def _trainer(
             )  # fmt: skip
         except Interrupted as saved:
             raise Stopped(f"stopped in {path} after step {saved.step}; saved: the same command goes on") from None
+        except Diverged as error:
+            if not pass_over:
+                raise
+            progress.note(f"passed over: router {config.model.router}, seed {config.seed}: {error}")
 
     return work
 

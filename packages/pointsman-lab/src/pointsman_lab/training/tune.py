@@ -95,9 +95,10 @@ def tuned(
     """The plan with each row's settings; rows that the comparison in `out` has already keep theirs.
 
     The rounds are comparisons in `out`-tuning, which go on after an interruption; its tuning.json has every figure.
+    What diverges is worse than all else.
 
     Args:
-        train: trains a plan in a directory.
+        train: trains a plan in a directory; runs that diverge have no result there.
         say: gets the table of each row's choices.
         lower_is_better: of a metric's name.
         note: told which rows keep settings that were not chosen among these.
@@ -155,9 +156,12 @@ def tuned(
             done = read_comparison(folder).runs
             for row, spec in specs.items():
                 each = [done[spec, seed].results("valid").values() for seed in seeds]  # a dense row has its own k
-                curve[row][_text(choice)].append(fmean(_value(result, lower_is_better) for [result] in each))
+                figures = [_value(result, lower_is_better) for results in each for result in results or [{}]]
+                curve[row][_text(choice)].append(fmean(figures))
         for row, of in left.items():
             best = sorted(of, key=lambda one: curve[row][_text(one)][-1])
+            if best and math.isinf(curve[row][_text(best[0])][-1]):
+                raise RunError(f"--tune: {row} diverged at every choice ({steps} steps): name lower learning rates")
             left[row] = best[: (max(2, math.ceil(len(best) / 2)), 4, 1)[SHARES.index(share)]]
     picked = {spec_of(row, of[0]): {"row": row, **dict(of[0])} for row, of in left.items()}
     if curve:
@@ -174,9 +178,9 @@ def tuned(
 
 
 def _value(result: Mapping[str, Any], lower_is_better: Callable[[str], bool]) -> float:
-    value = result.get("value")
-    sign = 1 if lower_is_better(result["metric"]) else -1
-    return math.inf if value is None else sign * float(value)
+    if (value := result.get("value")) is None:
+        return math.inf
+    return float(value) if lower_is_better(result["metric"]) else -float(value)
 
 
 def _text(choice: Choice) -> str:
