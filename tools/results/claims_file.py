@@ -82,7 +82,7 @@ from pointsman_lab.report.cell import LEAST_SEEDS
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import Comparison
 from tools.results.inference import CORRECTIONS
-from tools.results.measures import MARGINS, UNITS, Measure
+from tools.results.measures import AT_ONE_K, MARGINS, UNITS, Measure
 
 CLAIMS = "claims.toml"
 SHAPE: dict[str, Any] = {
@@ -159,6 +159,8 @@ def read_claims(file: Path) -> tuple[dict[str, list[str]], dict[str, Family], li
             raise RunError(f"{where}: expected={claim.expected!r}: allowed are less, more and equal")
         if claim.measure and claim.measure not in UNITS:
             raise RunError(f"{where}: unknown measure {claim.measure!r}: {did_you_mean(claim.measure, UNITS)}")
+        if claim.measure in AT_ONE_K and not claim.k:
+            raise RunError(f"{where}: measure={claim.measure!r} needs a k")
         for grid in (claim.grid, claim.base_grid or claim.grid) if claim.measure else ():
             if grid not in commands:
                 raise RunError(f"{where}: unknown grid {grid!r}: {did_you_mean(grid, commands)}")

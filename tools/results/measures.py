@@ -34,6 +34,9 @@ MARGINS = {
 }  # fmt: skip
 """Measure -> the difference that counts as none, in its unit; of all others 0.01."""
 
+AT_ONE_K = ("quality", "accuracy", "attack", "attacked")
+"""Figures that a table has for each k."""
+
 
 @dataclass(frozen=True)
 class Measure:
@@ -53,7 +56,7 @@ class Measure:
             the token's id, less Miller and Madow's bias). Of image runs (`evaluate RUN --robust c` and `o`): drop
             (accuracy on clean images minus that on corrupted ones), outliers (their AUPR) and moved (the share of
             patches whose set of experts differs between clean and corrupted images).
-        k: experts a token; 0 = the largest that was evaluated.
+        k: experts a token; 0 = the largest that was evaluated, but for figures that a table has for each k.
         attack, rate: name and rate of an attack.
         task: a fine-tuning, as its files are named.
     """
@@ -66,7 +69,7 @@ class Measure:
 
     def of(self, comparison: Comparison, router: str) -> dict[int, float]:
         """seed -> the figure in printed units, for the seeds that have it."""
-        if self.name in ("quality", "accuracy", "attack", "attacked"):
+        if self.name in AT_ONE_K:
             cells = [self._cell(table, router) for table in self._tables(comparison)]
             if not cells or any(not cell for cell in cells):
                 return {}

@@ -179,6 +179,7 @@ def test_settings_by_which_a_validation_chooses_may_not_change(settings: Setting
     config = settings(choose="best-valid", train_top_k="2", eval_top_k="1")
     assert not config.differing(settings(choose="best-valid", train_top_k="2"))
     assert validated_k(config) == 2
+    assert validated_k(settings(train_top_k="2:3")) == 3, "the last of a schedule, as everywhere"
     assert validated_k(settings("dense", train_top_k="2")) == 4
 
 

@@ -250,6 +250,7 @@ def test_claims_about_the_exam_compare_scores_of_its_record(folder: Path, monkey
             "trend 1: grids",
         ),
         (PAGE + claim("a", measure="qualiti"), "did you mean 'quality'"),
+        (PAGE + claim("a", k=0), "claim 1: measure='quality' needs a k"),
         (PAGE + claim("a", grid="tinny"), "did you mean 'tiny'"),
     ],
 )

@@ -203,7 +203,7 @@ def _heat(heat: Mapping[str, Any]) -> Any:
         steps = layer["steps"]
         image = axes.imshow(
             load, aspect="auto", cmap="cividis", vmin=0, vmax=3, interpolation="nearest",
-            extent=(steps[0], steps[-1], layer["experts"] - 0.5, -0.5),
+            extent=(steps[0], max(steps[-1], steps[0] + 1), layer["experts"] - 0.5, -0.5),
         )  # fmt: skip
         axes.grid(visible=False)
         axes.set_title(layer["label"], fontsize=8)

@@ -114,5 +114,5 @@ class RunDirectory:
 
 
 def validated_k(config: RunConfig) -> int:
-    """The k that weights are chosen by: that of training; of a baseline its number of experts."""
-    return config.model.num_experts if has_one_k(config.model.router) else config.model.top_k
+    """The k that weights are chosen by: that of training, of a schedule the last; of a baseline its experts."""
+    return config.model.num_experts if has_one_k(config.model.router) else config.top_k_schedule.high

@@ -215,7 +215,8 @@ class CrossLingual(FineTuning):
         """Predictions at the k of training, else the largest, in the form that XTREME's scorer reads."""
         if not self._kept:
             return {}
-        own = config.model.top_k if config.model.top_k in self._kept else max(self._kept)
+        high = config.top_k_schedule.high
+        own = high if high in self._kept else max(self._kept)
         (split, parts), ending = self._scored, "json" if self.data.kind == "questions" else "tsv"
         return {
             f"predictions/{self.name}/{split}-{language}.{ending}": submission(parts[language].items, given)

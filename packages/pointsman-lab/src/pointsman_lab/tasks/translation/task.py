@@ -174,7 +174,8 @@ class Translation(Task):
         them."""
         if not self._kept:
             return {}
-        own = config.model.top_k if config.model.top_k in self._kept else max(self._kept)
+        high = config.top_k_schedule.high
+        own = high if high in self._kept else max(self._kept)
         target = self.text.target
         files = {}
         for language, found in self._kept[own].items():
