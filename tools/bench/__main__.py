@@ -4,7 +4,7 @@ Peers are measured where they are installed: pip install -e 'packages/pointsman-
 
 examples:
   OMP_NUM_THREADS=1 python -m tools.bench
-  python -m tools.bench --case decode,decode-small --peers 'eight lines,transformers grouped_mm'
+  python -m tools.bench --case decode,decode-small --peers 'eight lines,eight lines as nn.Linear'
   python -m tools.bench --case routers
 
 cases, as tokens x width, hidden units, experts, k: small 1024 x 128, 128, 8, 2; a 11264 x 256, 512, 16, 2 (and 2048

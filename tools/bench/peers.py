@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -82,13 +83,19 @@ def limit(case: Case) -> tuple[Layer, nn.Module]:
 
 
 class EightLines(nn.Module):
-    """Sort, two grouped products, weighted sum: what one writes without a library."""
+    """Sort, two grouped products, weighted sum: what one writes without a library.
 
-    def __init__(self, dim: int, hidden: int, experts: int, k: int) -> None:
+    `as_linear`: weights lie in memory as `nn.Linear` and checkpoints have them, [E, out, in], and as ours do. Reading
+    them for a few rows takes longer then.
+    """
+
+    def __init__(self, dim: int, hidden: int, experts: int, k: int, as_linear: bool) -> None:
         super().__init__()
         self.router, self.k, self.num_experts = nn.Linear(dim, experts, False), k, experts
-        self.w_in = nn.Parameter(torch.randn(experts, dim, hidden) / dim**0.5)
-        self.w_out = nn.Parameter(torch.randn(experts, hidden, dim) / hidden**0.5)
+        w_in, w_out = torch.randn(experts, dim, hidden) / dim**0.5, torch.randn(experts, hidden, dim) / hidden**0.5
+        self.w_in, self.w_out = (
+            nn.Parameter(weight.mT.contiguous().mT if as_linear else weight) for weight in (w_in, w_out)
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         rows = hidden.flatten(0, -2)  # [N, dim]
@@ -100,8 +107,8 @@ class EightLines(nn.Module):
         return torch.zeros_like(rows).index_add_(0, order // self.k, results).view_as(hidden)
 
 
-def eight_lines(case: Case) -> tuple[Layer, nn.Module]:
-    layer = EightLines(case.dim, case.hidden_dim, case.num_experts, case.k)
+def eight_lines(case: Case, as_linear: bool = False) -> tuple[Layer, nn.Module]:
+    layer = EightLines(case.dim, case.hidden_dim, case.num_experts, case.k, as_linear)
     return layer, layer
 
 
@@ -161,6 +168,7 @@ def _pairs_fit(case: Case) -> bool:
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "pointsman": Implementation(pointsman),
     "eight lines": Implementation(eight_lines),
+    "eight lines as nn.Linear": Implementation(partial(eight_lines, as_linear=True)),
     "transformers grouped_mm": Implementation(transformers("grouped_mm"), "transformers"),
     "transformers eager": Implementation(transformers("eager"), "transformers"),
     "transformers batched_mm": Implementation(transformers("batched_mm"), "transformers", _pairs_fit),
