@@ -249,7 +249,7 @@ def page(folder: Path) -> str:
             rows = sorted(map(exam_row, entries), key=lambda row: -float(row[1]))
         else:
             header = ["entry", "k = 1", "k = 2", "k = N", "load, CV²", "GFLOPs", "seconds"]
-            rows = sorted(map(row_of, entries), key=lambda row: float(row[2].split()[0]))
+            rows = sorted(map(row_of, entries), key=lambda row: float("inf" if row[2] == NONE else row[2].split()[0]))
         parts += [f"## {rules['title']}", wrapped(rules["text"]), Grid(header, rows, code=False).markdown()]
     return "\n\n".join(parts) + "\n"
 

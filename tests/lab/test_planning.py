@@ -42,6 +42,12 @@ def test_parameters_are_the_published_ones(preset: str, billions: float):
     assert isclose(published(preset).parameters / 1e9, billions, rel_tol=2e-3)
 
 
+def test_a_matrix_of_the_embeddings_shape_is_no_second_embedding() -> None:
+    for vocabulary in (128, 255):  # as wide as the model, and not
+        shape = Shape.of(preset_config("tiny-decoder", vocabulary), "tiny-decoder")
+        assert (shape.embeddings, shape.inputs) == (128 * vocabulary, 0)
+
+
 def test_operations_are_the_published_ones():
     """TFLOP/s a GPU over tokens/s a GPU in sequences of 4,096, of NeMo AutoModel's performance summary on H100."""
     assert isclose(published("qwen3-30b-a3b").flops(4096), 277e12 / 12040, rel_tol=6e-3)

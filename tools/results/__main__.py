@@ -121,7 +121,8 @@ def tuning(folder: Path, title: str = "tuning", rows: Container[str] | None = No
             continue
         curve = {text: [math.inf if one is None else one for one in each] for text, each in values.items()}
         rounds = max(map(len, curve.values()))
-        best, *others = sorted((one for one in curve if len(curve[one]) == rounds), key=lambda one: curve[one][-1])
+        ended = [one for one in curve if len(curve[one]) == rounds and math.isfinite(curve[one][-1])]
+        best, *others = sorted(ended, key=lambda one: curve[one][-1])
         figures = ", ".join(f"{abs(one):.3f}" for one in curve[best])
         second = f"{others[0]} ({abs(curve[others[0]][-1]):.3f})" if others else NONE
         lines.append([row, str(len(curve)), best, figures, second])
@@ -160,7 +161,7 @@ def make(records: Path, folder: Path) -> None:
     Pages(records, claims).write(folder)
     print(claims.write(folder))
     print(write_trends(read_trends(records), folder))
-    if (folder / f"{MAIN}.md").is_file():
+    if MAIN in claims.grids and (folder / f"{MAIN}.md").is_file():
         specs = tuned_rows(claims.grids[MAIN])
         rows = tuple(specs.get(row, row) for row in ROWS)
         table = ComparisonTable.of(replace(claims.grids[MAIN], routers=rows))

@@ -29,7 +29,7 @@ from tools.results.claims_file import (
     values_in_file,
     values_of,
 )
-from tools.results.grids import check_tuned, read_grids, tuned_rows
+from tools.results.grids import again_of, check_tuned, read_grids, tuned_rows
 from tools.results.inference import Judged, Prior, judge
 
 COMMANDS = ("pointsman ", "python ")
@@ -187,12 +187,15 @@ class Page:
             check_tuned(grid)
         of_grid = {name: grid.get("family", "") for name, grid in known.items()}
         tested = judged_by_family(_tested(claims, folder, shown, families, of_grid), families)
-        again = {name: grid["again"] for name, grid in known.items() if "again" in grid and name in own}
+        again = again_of(known, own)
         if again:
             primary = {name: of for name, of in families.items() if of.kind == "primary"}
             first = judged_by_family(_tested(claims, folder, own, families, of_grid), primary)
-            tested = [replace(one, first=before.judged, plain_first=before.plain) if one.claim.grid in again else one
-                      for one, before in zip(tested, first, strict=True)]  # fmt: skip
+            tested = [
+                replace(one, first=before.judged, plain_first=before.plain)
+                if {one.claim.grid, one.claim.base_grid} & again.keys() else one
+                for one, before in zip(tested, first, strict=True)
+            ]  # fmt: skip
         for one in tested:
             check_cost(one.claim, shown.get(one.claim.grid), shown.get(one.claim.base_grid or one.claim.grid))
         whole = {name: [f"{first} \\\n    {_options(own.get(name))}--out GRID", *after]

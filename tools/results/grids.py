@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab.runs.comparison import Comparison, read_comparison
@@ -17,14 +19,20 @@ def read_grids(folder: Path) -> tuple[dict[str, Comparison], dict[str, Compariso
     """The comparisons of a folder by name: as they are, and as pages and claims see them, with the rows of `again`."""
     own = {file.parent.name: read_comparison(file.parent) for file in sorted(folder.glob(f"*/{COMPARISON}"))}
     known = read_toml(folder / CLAIMS).get("grids", {}) if (folder / CLAIMS).is_file() else {}
-    again = {name: grid["again"] for name, grid in known.items() if "again" in grid and name in own}
+    again = again_of(known, own)
     for name, other in again.items():
-        if other not in own:
-            raise RunError(f"{folder / CLAIMS}, grid {name!r}: again={other!r}: {did_you_mean(other, own)}")
+        if other not in own or other not in known:
+            allowed = sorted(own.keys() & known.keys())
+            raise RunError(f"{folder / CLAIMS}, grid {name!r}: again={other!r}: {did_you_mean(other, allowed)}")
         if own[name].settings != own[other].settings:
             raise RunError(f"{folder / CLAIMS}, grid {name!r}: {other} has other settings")
     shown = own | {name: _with_rows(own[name], own[other]) for name, other in again.items()}
     return own, {name: grid for name, grid in shown.items() if name not in again.values()}
+
+
+def again_of(known: Mapping[str, Any], own: Container[str]) -> dict[str, str]:
+    """Grid -> the grid that has its rows again, of the grids of claims.toml that are there."""
+    return {name: grid["again"] for name, grid in known.items() if "again" in grid and name in own}
 
 
 def _with_rows(grid: Comparison, again: Comparison) -> Comparison:

@@ -37,7 +37,7 @@ from pointsman_lab.report.forms import joined
 from pointsman_lab.runs.comparison import Comparison
 from tools.results.claims_file import CLAIMS, planned, read_toml
 from tools.results.grids import read_grids
-from tools.results.measures import UNITS, Measure
+from tools.results.measures import AT_ONE_K, UNITS, Measure
 
 X = float | str
 FIELDS = ("name", "title", "x", "log", "measure", "k", "base", "note", "rows", "grids", "curves")
@@ -130,6 +130,8 @@ def _trend(one: Mapping[str, Any], where: str, known: Mapping[str, Any], grids: 
     if (name := one["measure"]) not in UNITS:
         raise RunError(f"{where}: unknown measure {name!r}: {did_you_mean(name, UNITS)}")
     measure, base = Measure(name, one.get("k", 0)), one.get("base", "")
+    if name in AT_ONE_K and not measure.k:
+        raise RunError(f"{where}: measure={name!r} needs a k")
     curves: dict[str, dict[X, Sequence[float]]] = {}
     for curve, points in planned(one).items():
         for x, grid, row in points:

@@ -96,6 +96,10 @@ def test_other_settings_are_refused_and_another_evaluation_is_not(
     assert "k=3" in capsys.readouterr().out
     results = json.loads((out / "runs/smoe/seed-0/evaluation.json").read_text())["results"]
     assert [result["top_k"] for result in results] == [1, 3]
+    assert main(arguments(text, out, routers="smoe,dense")) == 0
+    assert main(arguments(text, out, "--set", "eval_split=valid", routers="smoe,dense")) == 0, "one after another"
+    evaluated = [json.loads((out / f"runs/{row}/seed-0/evaluation.json").read_text()) for row in ("smoe", "dense")]
+    assert {result["split"] for one in evaluated for result in one["results"]} == {"valid"}
 
 
 @pytest.mark.slow

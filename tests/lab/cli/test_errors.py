@@ -119,6 +119,7 @@ def test_a_name_that_python_takes_for_ascii_is_not_called_damaged(tmp_path: Path
             ["routers", "--cost", "--preset", "tiny-vit", "--vocabulary", "7"],
             "--vocabulary has no effect with --preset",
         ),
+        (["routers", "--cost", "--set", "steps=7"], "--set steps has no effect on a cost"),
         (["plan", "--preset", "tiny", "--gpus", "8,2000000000"], "whole numbers from 1 to 1,048,576"),
         (["plan", "--preset", "tiny-vit", "--vocabulary", "7"], "--vocabulary has no effect with --preset tiny-vit"),
         (["routers", "smoe", "--vocabulary", "7"], "--vocabulary has no effect without --cost"),

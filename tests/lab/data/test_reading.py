@@ -64,6 +64,9 @@ def test_bytes_that_are_not_text_are_named_by_file_and_offset(
         list(reader.blocks(whole(path), level))
     with Reader() as reader:
         assert b"".join(reader.raw(whole(path))) == path.read_bytes()
+    path.write_bytes(b"\xef\xbb\xbfab\xff")
+    with Reader() as reader, pytest.raises(RunError, match=r"byte 5 \(0xff\)"):
+        list(reader.blocks(whole(path), level))
 
 
 def test_packed_files_read_like_plain_ones(tmp_path: Path) -> None:

@@ -93,6 +93,14 @@ def test_run_page(tmp_path: Path) -> None:
     assert "--set clip_norm" not in found.text
 
 
+def test_the_command_of_a_run_with_a_router_of_its_own_imports_it(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "r", "elsewhere")
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**config, "imports": ["my_routers"]}))
+    assert "pointsman train --router elsewhere" in page(run).text
+    assert "--import my_routers" in page(run).text
+
+
 def test_page_of_a_comparison_that_has_not_begun(tmp_path: Path) -> None:
     found = page(write_comparison(tmp_path / "c", ("smoe",), (0,), missing=[("smoe", 0)]))
     assert "smoe, seed 0: not begun" in found.text

@@ -231,8 +231,10 @@ def test_a_length_above_the_runs_is_refused_before_it_trains(
     data: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("POINTSMAN_DATA", str(data))
-    with pytest.raises(RunError, match=r"--length 100: the run reads at most 64 tokens \(model.max_length\)"):
+    with pytest.raises(RunError, match=r"texts of 100 tokens: model.max_length is 64; --length 64 cuts them"):
         finetune(run, Finetuning("tydiqa", steps=3, length=100), out=tmp_path / "tuned")
+    with pytest.raises(RunError, match="texts of 100 tokens"):
+        finetune(run, Finetuning("tydiqa", steps=3, settings={"segment_length": "100"}), out=tmp_path / "tuned")
 
 
 @pytest.mark.parametrize(("task", "metric"), [("xnli", "accuracy"), ("panx", "f1"), ("tydiqa", "f1")])

@@ -247,6 +247,9 @@ def test_a_second_choice_of_rates_is_of_the_same_settings(tmp_path: Path) -> Non
     (folder / CLAIMS).write_text(text.replace('again = "again"', 'again = "agian"'))
     with pytest.raises(RunError, match=r"grid 'tiny': again='agian'.*again"):
         Page.read(folder)
+    (folder / CLAIMS).write_text(text.replace("[grids.again]", "[grids.others]"))
+    with pytest.raises(RunError, match=r"grid 'tiny': again='again'"):
+        Page.read(folder)
     (folder / CLAIMS).write_text(text)
     plan = json.loads(file.read_text())
     file.write_text(json.dumps({**plan, "settings": {**plan["settings"], "steps": 7}}))

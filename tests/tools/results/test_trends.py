@@ -119,6 +119,7 @@ grids = [[1, "short"]]
     [
         (("log", "logg"), "trend 1: unknown field 'logg'"),
         (('"quality"', '"qualiti"'), "did you mean 'quality'"),
+        (("k = 1", "k = 0"), "trend 1: measure='quality' needs a k"),
         (('"long"]', '"longer"]'), "did you mean 'long'"),
         (('x = "steps"', ""), "an object with 'x'"),
         (("[[trends]]", "[[trends]"), "not TOML"),

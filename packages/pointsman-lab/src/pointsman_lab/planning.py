@@ -94,7 +94,7 @@ class Shape:
         experts = sparse[0].experts
         table = parameter_table(model)
         embedding = int(getattr(config, "vocab_size", 0)) * config.dim
-        tied = sum(one.shape == (getattr(config, "vocab_size", 0), config.dim) for one in model.parameters()) < 2
+        tied = getattr(config, "tied", True)  # a setting of decoders; all others have one matrix
         return cls(
             layers=config.num_layers,
             sparse_layers=len(sparse),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -118,6 +118,10 @@ def run(arguments: Sequence[str]) -> int:
     command = shlex.join(["pointsman", "compare", *arguments])
     plan = Plan(run_config(values, "smoe"), tuple(values.routers), tuple(range(values.seeds)), command)
 
+    def tables() -> None:
+        with suppress(RunError):  # rows that wait for another evaluation stand in no table with those that have it
+            write_tables(values.out)
+
     def check(count: int, layout: Layout) -> None:
         with Display() as display:
             check_on_ranks([plan.config(router, 0) for router in plan.routers], count, layout, display.data)
@@ -133,7 +137,7 @@ def run(arguments: Sequence[str]) -> int:
             with display if ranks.first else nullcontext(), stop_on_signals(tell=ranks.first) as stop:
                 compare(
                     plan, values.out, device=device, jobs=jobs, hosts=hosts,
-                    progress=display, ended=lambda: write_tables(values.out) if ranks.first else None, stop=stop,
+                    progress=display, ended=tables if ranks.first else lambda: None, stop=stop,
                     data_progress=display.data, ranks=ranks, layout=layout,
                 )  # fmt: skip
     if code or in_a_rank():

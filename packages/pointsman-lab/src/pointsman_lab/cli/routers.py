@@ -131,8 +131,10 @@ def cost(values: argparse.Namespace, flags: Parser) -> str:
     from pointsman_lab.registry import find_preset
 
     published = find_preset(values.preset)
-    if unread := [key for key in overrides(values.set) if not key.startswith("model.")]:
-        raise RunError(f"pointsman routers: --set {unread[0]} has no effect on a cost: allowed are model.*")
+    if unread := [key for key in overrides(values.set) if not key.startswith("model.") and key != "train_top_k"]:
+        raise RunError(
+            f"pointsman routers: --set {unread[0]} has no effect on a cost: allowed are model.* and train_top_k"
+        )
     changed = preset(values.preset).with_overrides(overrides(values.set))
     vocabulary = values.vocabulary or published.get("vocabulary", 204)
     config: Any = changed.with_vocabulary(vocabulary).model

@@ -238,7 +238,7 @@ def _shards(file: Path) -> None:
     from pointsman_lab.training.checkpoint import open_tensors
 
     for name in sorted(set(map(str, weights.values()))):
-        if Path(name).name != name:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
             raise RunError(f"{file}: {name} is in another folder")
         if not (file.parent / name).is_file():
             raise RunError(f"{file}: {name} is missing")

@@ -26,7 +26,7 @@ from pointsman_lab.data.reading import BLOCK
 from pointsman_lab.data.subwords import read_vocabulary
 from pointsman_lab.data.vocabulary import IdArray, Vocabulary
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)

@@ -157,11 +157,13 @@ def check_md5(path: Path, size: int, md5: str) -> Iterator[int]:
 
 def decode(raw: bytes, path: Path, offset: int, level: Level) -> str:
     """UTF-8 to characters, without a file's byte order mark; `offset` is the position of `raw` in the file."""
+    mark = len(codecs.BOM_UTF8) if not offset and raw.startswith(codecs.BOM_UTF8) else 0
     try:
-        return raw.decode("utf-8" if offset else "utf-8-sig")
+        return raw[mark:].decode("utf-8")
     except UnicodeDecodeError as error:
+        start = mark + error.start
         raise RunError(
-            f"{path}: byte {offset + error.start:,} (0x{raw[error.start]:02x}) is not UTF-8, which "
+            f"{path}: byte {offset + start:,} (0x{raw[start]:02x}) is not UTF-8, which "
             f"level={level} needs; level=byte reads any file"
         ) from None
 

@@ -155,9 +155,6 @@ class Finetuning:
             epochs = usual.epochs if self.epochs is None else self.epochs
             steps = max(1, round(epochs * -(-len(data.splits["train"]) // max(1, batch_size))))
         length = self.length or usual.length
-        most = getattr(pretrained.model, "max_length", length)
-        if length > most and getattr(pretrained.model, "positions", "") == "learned":
-            raise RunError(f"--length {length}: the run reads at most {most} tokens (model.max_length)")
         base = RunConfig(
             model=pretrained.model,
             data=self.task,
@@ -184,6 +181,9 @@ class Finetuning:
         overridden = base.with_overrides({**usual.settings(steps, self.preset), **self.settings})
         if overridden.choose != "last" and not overridden.validate_every:
             overridden = replace(overridden, validate_every=max(1, -(-steps // VALIDATIONS)))
+        length, limit = overridden.segment_length, getattr(overridden.model, "max_length", math.inf)
+        if length > limit and getattr(overridden.model, "positions", "") == "learned":
+            raise RunError(f"texts of {length} tokens: model.max_length is {limit}; --length {limit} cuts them")
         return overridden
 
     def for_router(self, router: str) -> Finetuning:

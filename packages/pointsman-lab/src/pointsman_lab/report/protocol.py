@@ -87,13 +87,12 @@ def _train_command(run: RunRecord) -> str:
     expected = named(name, router=run.router, **given)
     words = ["pointsman", "train", *([name] if name in recipes() else []), "--router", run.router]
     words += _flags(run.config, (*(() if name in recipes() else ("preset",)), *given))
+    words += [word for one in imports_of(run.config) for word in ("--import", one)]
     if expected is None:  # an unknown preset, or a router of another package
         words += _flags(run.config, ("train_top_k", "k_schedule"))
     else:
-        told = (*given, "preset", "model.router")
+        told = (*given, "preset", "model.router", "imports")
         other = {key: value for key, value in deviations(run.config, expected).items() if key not in told}
-        other.pop("imports", None)
-        words += [word for one in imports_of(run.config) for word in ("--import", one)]
         words += [word for key, value in other.items() for word in ("--set", f"{key}={written(value)}")]
     return shlex.join([*words, "--out", run.path.name])
 

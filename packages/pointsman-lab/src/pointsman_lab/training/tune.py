@@ -49,7 +49,9 @@ def choices(told: Sequence[str]) -> list[Choice]:
         except ValueError:
             found = []
         if not key or not all(found) or len(set(found)) < 2:
-            raise RunError(f"--tune {one!r}: allowed is KEY=A,B,C or KEY=LOW..HIGH with 0 < LOW < HIGH")
+            raise RunError(
+                f"--tune {one!r}: allowed is KEY=A,B,C or KEY=LOW..HIGH with LOW above 0 and HIGH at least twice LOW"
+            )
         columns.append([(key, value) for value in found])
     if len({column[0][0] for column in columns}) < len(columns):
         raise RunError("--tune: a key is given twice; name all its values in one")
@@ -159,8 +161,8 @@ def tuned(
                 figures = [_value(result, lower_is_better) for results in each for result in results or [{}]]
                 curve[row][_text(choice)].append(fmean(figures))
         for row, of in left.items():
-            best = sorted(of, key=lambda one: curve[row][_text(one)][-1])
-            if best and math.isinf(curve[row][_text(best[0])][-1]):
+            finite = [one for one in of if not math.isinf(curve[row][_text(one)][-1])]
+            if not (best := sorted(finite, key=lambda one: curve[row][_text(one)][-1])):
                 raise RunError(f"--tune: {row} diverged at every choice ({steps} steps): name lower learning rates")
             left[row] = best[: (max(2, math.ceil(len(best) / 2)), 4, 1)[SHARES.index(share)]]
     picked = {spec_of(row, of[0]): {"row": row, **dict(of[0])} for row, of in left.items()}

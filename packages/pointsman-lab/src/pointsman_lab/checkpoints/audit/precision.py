@@ -74,6 +74,7 @@ def _copy(gate: nn.Module, dtype: torch.dtype) -> nn.Module:
     copied = copy.copy(gate)
     copied._forward_hooks, copied._forward_pre_hooks = type(gate._forward_hooks)(), type(gate._forward_pre_hooks)()
     copied._forward_hooks_with_kwargs = type(gate._forward_hooks_with_kwargs)()
-    for name in ("forward", "_old_forward", "_hf_hook"):  # accelerate's: they lead to the gate and all around
-        copied.__dict__.pop(name, None)
+    if "_hf_hook" in vars(copied):  # accelerate's: they lead to the gate and all around
+        for name in ("forward", "_old_forward", "_hf_hook"):
+            copied.__dict__.pop(name, None)
     return copy.deepcopy(copied).to(dtype).eval()
