@@ -292,10 +292,13 @@ def test_a_classifier_that_ignores_the_number_of_items_adds_the_whole_loss(kind:
     torch.testing.assert_close(*added)
 
 
-def test_a_class_that_ignores_the_number_of_items_adds_the_whole_loss() -> None:
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_class_that_ignores_the_number_of_items_adds_the_whole_loss(sharded: bool) -> None:
     plain = zoo.tiny_model("switch_transformers").train()
     plain.config.decoder_start_token_id = 0
     model = hf.balance(plain, 1.0)
+    if sharded:  # as torch's fully_shard calls it
+        model.__class__ = type(f"FSDP{type(model).__name__}", (type(model),), {})
     added = []
     for items in ({}, {"num_items_in_batch": 64}):
         torch.manual_seed(0)  # its gates draw, and so does its dropout

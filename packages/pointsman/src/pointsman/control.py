@@ -163,14 +163,19 @@ def undecayed(model: nn.Module) -> set[int]:
 
 
 def added_up(model: nn.Module, ranks: Ranks) -> Callable[[Sequence[Tensor]], None]:
-    """A function that adds up over ranks, for `step_end`; where they ran other layers in this step one that adds up
-    nothing, with a warning. Every rank must call it: it compares them, which waits for the device once."""
+    """A function that adds up over ranks, for `step_end`; where they ran other layers in this step nothing counts, with
+    a warning, so that their states stay alike. Every rank must call it: it compares them, which waits for the device.
+    """
     routers = list(dict.fromkeys(router for _, router in named_routers(model)))
     if ranks.count > 1 and any(router.needs_step_end for router in routers):
+        device = next((one.device for router in routers for one in router.gathered()), next(model.parameters()).device)
         sums = [[tuple(value.shape) for value in router.gathered()] for router in routers]
-        if not ranks.alike(zlib.crc32(repr(sums).encode()), next(model.parameters()).device):
-            routers[0].warn("step_end: the processes ran other layers in this step, and each counts its own tokens")
-            return lambda tensors: None
+        if not ranks.alike(zlib.crc32(repr(sums).encode()), device):
+            routers[0].warn("step_end: the processes ran other layers in this step: what they counted is thrown away")
+            for router in routers:
+                router.forget()
+        if sorting := [router for router in routers if "margins" in router.select.sums]:
+            raise ValueError(f"step_end: {sorting[0].spec}: {sorting[0].select.one_process}")
     return ranks.add_up
 
 
@@ -181,8 +186,8 @@ def step_end(model: nn.Module, reduce: Callable[[Sequence[Tensor]], None] | None
         reduce: with many processes, adds up each tensor over the processes, in place. It is called once, with the sums
             of all routers, in the same order and with the same shapes in every process. None: the routers' own `ranks`,
             which `parallel.parallelize` sets, or the processes of a DistributedDataParallel in the model, where all
-            of them ran the same layers. With other processes nothing is added up, and a warning says so once. Under
-            `Join`, where some processes take no step, give `lambda tensors: None`.
+            of them ran the same layers; where not, nothing counts. With other processes each counts its own, and a
+            warning says so once. Under `Join`, where some processes take no step, give `lambda tensors: None`.
     """
     routers = list(dict.fromkeys(router for _, router in named_routers(model)))  # layers may share one
     if reduce is None and routers and routers[0].ranks.count > 1:
@@ -197,9 +202,6 @@ def step_end(model: nn.Module, reduce: Callable[[Sequence[Tensor]], None] | None
             )
     with torch.no_grad():
         if reduce is not None:
-            for router in routers:
-                if "margins" in router.select.sums:
-                    raise ValueError(f"step_end: {router.spec}: {router.select.one_process}")
             reduce([tensor for router in routers for tensor in router.gathered()])
         for router in routers:
             router.step_end()
@@ -251,9 +253,8 @@ def materialize(model: nn.Module) -> nn.Module:
             own = router.score
             kept = {name: one for name, one in router.losses.items() if getattr(one.function, "__self__", 0) is not own}
         router.spec = _plain_spec(router, scorer)
-        router.fresh = partial(
-            build_router, router.spec, dim=router.dim, num_experts=router.num_experts, top_k=router.top_k
-        )
+        sizes: dict[str, Any] = {"dim": router.dim, "num_experts": router.num_experts, "top_k": router.top_k}
+        router.fresh = partial(build_router, router.spec, **sizes)
         router.score, router.losses = scorer, kept
         router.declare()
     return model

@@ -101,7 +101,8 @@ def dense(routing: Routing) -> tuple[Tensor, Tensor]:
 
 
 def step_end(model: nn.Module, group: Any = None) -> None:
-    """Once after each optimizer step: `pointsman.step_end`, with what was counted added up over ranks.
+    """Once after each optimizer step: `pointsman.step_end`, with what was counted added up over ranks; where these ran
+    other layers in this step it does not count, with a warning.
 
     Args:
         group: the process group of the ranks that hold the same layers; None: all. Pipeline parallelism needs it.

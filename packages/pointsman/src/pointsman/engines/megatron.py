@@ -57,9 +57,8 @@ class PointsmanRouter(Router):  # type: ignore[misc]
             if value != nothing and not (name == "moe_router_load_balancing_type" and not config.moe_aux_loss_coeff):
                 raise ValueError(f"Megatron-core: {name}={value!r} is TopKRouter's: set {nothing!r}; the spec says all")
         self.num_experts, self.topk, self.layer_number = config.num_moe_experts, config.moe_router_topk, None
-        self.parts = config.context_parallel_size * (
-            config.tensor_model_parallel_size if config.sequence_parallel else 1
-        )
+        shared = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self.parts = config.context_parallel_size * shared
         self.expert_bias = self.local_tokens_per_expert = self.global_tokens_per_expert = None
         free = config.moe_token_dispatcher_type == "allgather"  # the others count k assignments for each token
         sizes = {"dim": config.hidden_size, "num_experts": self.num_experts, "top_k": self.topk}

@@ -95,7 +95,7 @@ def _close(home: Any, args: Any, kwargs: Any, output: Any) -> Any:
     if loss is None:
         watched.pending = [*watched.pending, weighted]
         return _with(output, aux_loss=value)
-    if not {getattr(home, "loss_type", None), type(home).__name__} & {*WITHOUT_ITEMS}:
+    if not {getattr(home, "loss_type", None), type(home).__name__.removeprefix("FSDP")} & {*WITHOUT_ITEMS}:
         weighted = weighted * _share(given, settings.shifts)
     return _with(output, aux_loss=value, loss=loss + weighted.to(loss.device, loss.dtype))
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pointsman import auxiliary
 from pointsman.auxiliary import assignment_counts
+from pointsman.control import added_up
 from pointsman.hf.counterpart import correction_bias, counterpart
 from pointsman.hf.gates import PROBE_TOKENS, Gate, run_gate, tensor_of
 from pointsman.hf.given import CACHE, real_tokens, say_once
@@ -134,7 +135,7 @@ def settle(home: Any, biases: Sequence[Bias], counts: dict[str, Tensor]) -> None
         if bias.added:
             gates[gate].pointsman.select.sums.clear()  # counted above, without padding
     routers = [gates[bias.gate].pointsman for bias in biases if bias.added]
-    every_rank().add_up([tensor for router in routers for tensor in router.gathered()])
+    added_up(home, every_rank())([tensor for router in routers for tensor in router.gathered()])
     for router in routers:
         router.step_end()
 

@@ -19,8 +19,8 @@ class StepEnd(TrainerCallback):
     """`Trainer(…, callbacks=[StepEnd()])` calls `pointsman.step_end` after each optimizer step.
 
     Routers that update state outside the optimizer need it: norms (`xmoe`), running means (`+attention`), biases. What
-    they counted is added over the ranks. It also moves the biases of `balance(how="bias")` where no optimizer of torch
-    steps the model's own tensors (DeepSpeed's ZeRO).
+    they counted is added over the ranks; where these ran other layers it does not count, with a warning. It also moves
+    the biases of `balance(how="bias")` where no optimizer of torch steps the model's own tensors (DeepSpeed's ZeRO).
     """
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:

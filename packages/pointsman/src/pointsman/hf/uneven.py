@@ -30,7 +30,9 @@ def uneven(kind: Any) -> Any:
 
     class Uneven(kind):  # type: ignore[misc]
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-            routers = config.__dict__.pop("pointsman", None)  # for the layers that stay
+            both: tuple[Any, Any] = config, getattr(config, "text_config", None)
+            homes = [one for one in both if hasattr(one, "pointsman")]
+            routers = [one.__dict__.pop("pointsman") for one in homes]  # for the layers that stay
             super().__init__(config, *args, **kwargs)
             told = config.uneven_experts
             for number in sorted(set(told["layers"].values())):
@@ -41,8 +43,8 @@ def uneven(kind: Any) -> Any:
                         if hasattr(module, "config"):
                             module.config = self.get_submodule(f"{layer}.{path}".rstrip(".")).config
                     self.set_submodule(layer, block)
-            if routers is not None:
-                self.config.pointsman = routers
+            for home, kept in zip(homes, routers, strict=True):
+                home.pointsman = kept
                 for one in reversed([one for one in self.modules() if isinstance(one, transformers.PreTrainedModel)]):
                     one.post_init()  # type: ignore[no-untyped-call]
 

@@ -68,7 +68,7 @@ def from_sglang(
     meta_infos: Sequence[Mapping[str, Any]], num_experts: int, *, layers: int, top_k: int,
     token_ids: Sequence[Sequence[int]] | None = None,
 ) -> RoutingTrace:  # fmt: skip
-    """SGLang's `meta_info` of each request; layers and top_k are the model's. Raises as `from_requests` does."""
+    """SGLang's `meta_info` (`return_routed_experts`); layers and top_k are the model's. Raises as `from_requests`."""
     routed = []
     for number, info in enumerate(meta_infos):
         try:
@@ -82,8 +82,8 @@ def from_sglang(
 
 
 def from_megatron(recorded: Sequence[Tensor], num_experts: int, *, batch: int = 1) -> RoutingTrace:
-    """Megatron-core's recorded choices: for each layer [tokens, k], the tokens of a batch time first, as its layers
-    see them ([T, B] flattened).
+    """Megatron-core's choices (`RouterReplay`): for each layer [tokens, k], the tokens of a batch time first, as its
+    layers see them ([T, B] flattened).
 
     Raises:
         ValueError: layers of other shapes, or tokens that are no whole number of batch rows.

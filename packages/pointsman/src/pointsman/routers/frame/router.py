@@ -79,7 +79,7 @@ class Router(nn.Module):
         self.needs_moe = own or select.needs_moe or stages.score.may_need_responses
         self.replayed: Tensor | None = None
         if self.dense_gradient:
-            select.one_process = "with dense_gradient each token runs all experts where it is"
+            select.one_process = select.one_process or "with dense_gradient each token runs all experts where it is"
         self._frozen = False
         self._at_step_end: tuple[int, int] | None = None  # or at the last training forward
         self._warned: set[str] = set()
@@ -89,7 +89,8 @@ class Router(nn.Module):
         parts = [part for _, part in self._stages()]
         for flag, combine in (("causal", all), ("batch_invariant", all), ("stochastic", any)):
             setattr(self, flag, combine(getattr(part, flag) for part in parts))
-            setattr(self, f"training_{flag}", combine(_in_training(part, flag) for part in parts))
+            own = (getattr(part, flag) if (it := getattr(part, f"training_{flag}")) is None else it for part in parts)
+            setattr(self, f"training_{flag}", combine(own))
         self.needs: frozenset[str] = frozenset().union(*(part.needs for part in parts))
         self.needs_step_end = any(part.needs_step_end for part in parts)
 
@@ -229,7 +230,7 @@ class Router(nn.Module):
                 state_dict[prefix + name] = saved.reshape(parameter.shape)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self._at_step_end = None  # loading is no step
-        self._forget()  # what a step counted that is thrown away
+        self.forget()  # what a step counted that is thrown away
 
     def gather(self, statistics: Tensors) -> None:
         """Hands one micro-batch's statistics to the stages; called in backward, once per micro-batch."""
@@ -250,9 +251,10 @@ class Router(nn.Module):
             for _, stage in self._stages():
                 stage.step_end()
             self._at_step_end = self._moves()
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Throws away what was counted since the last `step_end`."""
         for module in self.modules():
             if isinstance(module, Stage):
                 module.sums.clear()
@@ -267,7 +269,7 @@ class Router(nn.Module):
         if alone and any(p.requires_grad for p in self.score.parameters()):
             self.warn(
                 f"{self.spec}: with top_k=1 and renormalised weights every weight is exactly 1, so the router gets no "
-                "gradient from the output; use renormalize=false or a larger k"
+                "gradient from the output; use a larger k, or renormalize=false without capacity_total"
             )
         if self.objective is not None and not self.objective_known and _steps["taken"] > self._built_at:
             self.warn(
@@ -296,11 +298,6 @@ class Router(nn.Module):
 def _add(statistics: dict[str, Tensor], stage: str, found: Tensors) -> None:
     """Adds a stage's statistics under their names in a `Routing`."""
     statistics |= {f"{stage}.{name}": value for name, value in found.items()}
-
-
-def _in_training(part: Stage, flag: str) -> bool:
-    own: bool | None = getattr(part, f"training_{flag}")
-    return bool(getattr(part, flag)) if own is None else own
 
 
 def _z_loss(given: LossInput) -> Tensor:

@@ -92,11 +92,9 @@ Width = Annotated[
 FromTwo = Annotated[int, Allowed("whole numbers from 2", lambda value: value >= 2)]
 
 
-def _gate_at_top_1(layer: LayerSpec) -> bool:
-    return layer.top_k > 1
-
-
-@register_router("xmoe", paper="Chi et al. 2022, arXiv 2204.09179", balance=0.01, renormalize=_gate_at_top_1)
+@register_router(
+    "xmoe", paper="Chi et al. 2022, arXiv 2204.09179", balance=0.01, renormalize=lambda layer: layer.top_k > 1
+)
 def xmoe(
     layer: LayerSpec, *, routing_dim: Width | None = None, normalize: bool = True, expert_norm: Positive = 0.1,
     gate: Literal["softmax", "sigmoid"] = "softmax", tau0: Positive | None = None,
@@ -124,7 +122,7 @@ def xmoe(
 
 @register_router(
     "xmoe-torchscale", paper="X-MoE as the library torchscale has it", balance=0.01,
-    renormalize=_gate_at_top_1,
+    renormalize=lambda layer: layer.top_k > 1,
 )  # fmt: skip
 def xmoe_torchscale(layer: LayerSpec, *, routing_dim: FromTwo = 16, expert_norm: Positive = 1.5) -> Stages:
     """X-MoE as in torchscale and its forks; nothing is dropped.
