@@ -85,8 +85,7 @@ def limit(case: Case) -> tuple[Layer, nn.Module]:
 class EightLines(nn.Module):
     """Sort, two grouped products, weighted sum: what one writes without a library.
 
-    `as_linear`: weights lie in memory as `nn.Linear` and checkpoints have them, [E, out, in], and as ours do. Reading
-    them for a few rows takes longer then.
+    `as_linear`: weights lie in memory as `nn.Linear` and checkpoints have them, [E, out, in], and as ours do.
     """
 
     def __init__(self, dim: int, hidden: int, experts: int, k: int, as_linear: bool) -> None:

@@ -56,7 +56,7 @@ class Measure:
             the token's id, less Miller and Madow's bias). Of image runs (`evaluate RUN --robust c` and `o`): drop
             (accuracy on clean images minus that on corrupted ones), outliers (their AUPR) and moved (the share of
             patches whose set of experts differs between clean and corrupted images).
-        k: experts a token; 0 = the largest that was evaluated, but for figures that a table has for each k.
+        k: experts a token; 0 = the largest that was evaluated; figures that a table has for each k need one.
         attack, rate: name and rate of an attack.
         task: a fine-tuning, as its files are named.
     """

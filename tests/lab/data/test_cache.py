@@ -124,3 +124,10 @@ def test_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert user_cache_folder() == tmp_path / "pointsman"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the rule says: ignore it
     assert user_cache_folder() == Path.home() / ".cache" / "pointsman"
+    monkeypatch.setattr(Path, "home", _nobody)
+    with pytest.raises(RunError, match="no home folder: set XDG_CACHE_HOME"):
+        user_cache_folder()
+
+
+def _nobody() -> Path:
+    raise RuntimeError("could not determine home directory")

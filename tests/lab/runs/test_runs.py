@@ -61,6 +61,7 @@ def test_an_environment_equals_itself_and_names_what_differs() -> None:
     assert json.loads(json.dumps(here)) == here
     assert differing_bits(here, here) == []
     assert differing_bits({**here, "threads": 3}, here) == ["threads (3 there, 2 here)"]
+    assert differing_bits({**here, "ranks": 2}, here) == ["ranks (2 there, None here)"]
 
 
 def test_a_comparison_directory_is_found_again(tmp_path: Path) -> None:

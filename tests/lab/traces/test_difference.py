@@ -48,6 +48,12 @@ def padding_counted(trace: RoutingTrace) -> RoutingTrace:
     return trace.rows(rows, trace.lengths + 5)
 
 
+def padding_of_several_lengths(trace: RoutingTrace) -> RoutingTrace:
+    more = torch.tensor([3, 0, 0, 1])  # as many tokens as sequences
+    rows = [torch.cat([torch.arange(40) + 40 * s, torch.full((int(n),), 40 * s)]) for s, n in enumerate(more)]
+    return trace.rows(torch.cat(rows), trace.lengths + more)
+
+
 def shifted_and_misaligned(trace: RoutingTrace) -> RoutingTrace:
     return layers_misaligned(shifted(trace))
 
@@ -60,6 +66,7 @@ def shifted_and_misaligned(trace: RoutingTrace) -> RoutingTrace:
         (transposed, ["batch and sequence exchanged"]),
         (layers_misaligned, ["layers misaligned by -1"]),
         (padding_counted, ["padding is counted"]),
+        (padding_of_several_lengths, ["padding is counted"]),
         (shifted_and_misaligned, ["layers misaligned by -1", "shifted by a token (+1)"]),
     ],
 )

@@ -127,6 +127,7 @@ def test_a_wrong_setting_is_refused_in_one_line(settings: Settings, change: dict
         (lambda values: values.pop("model"), "model is missing"),
         (lambda values: values["model"].pop("vocab_size"), "vocab_size is missing"),
         (lambda values: values["model"].update(dimm=3), "did you mean 'dim'"),
+        (lambda values: values.update(own={}), "own"),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(settings: Settings, damage: Callable[[Any], Any], told: str) -> None:

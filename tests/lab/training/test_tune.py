@@ -72,7 +72,9 @@ def test_choices_and_specs(settings: Callable[..., RunConfig]) -> None:
     for row in ("dense", "dense-matched", "smoe-dropout", "frozen-scaled", "hash", "thor"):
         assert not takes(row, both[1], model)
         assert takes(row, both[0], model)
-    for wrong in ("learning_rate", "learning_rate=", "learning_rate=1", "learning_rate=2..1", "learning_rate=1,,2"):
+    assert choices(["warmup_steps=500000..2000000"])[-1] == (("warmup_steps", "2000000"),)
+    for wrong in ("learning_rate", "learning_rate=", "learning_rate=1", "learning_rate=2..1", "learning_rate=1,,2",
+                  "learning_rate=1,1,2"):  # fmt: skip
         with pytest.raises(RunError, match=r"allowed is KEY=A,B,C or KEY=LOW\.\.HIGH"):
             choices([wrong])
     assert "inf" not in _table("smoe", {"a=1": [1.0, math.inf]}, "a=1", 8)
@@ -126,6 +128,13 @@ def test_a_comparison_in_the_current_folder_is_tuned(
 def test_what_all_rows_share_is_refused(tune: Tune, key: str) -> None:
     with pytest.raises(RunError, match=rf"--tune {key}: all rows share it; use --set or its flag"):
         tune("smoe", f"{key}=3,4")
+
+
+def test_a_wrong_value_is_refused_before_the_rounds(tune: Tune) -> None:
+    for wrong in ("learning_rate=1e-3,abc", "clip_norm=1,-1"):
+        with pytest.raises(RunError, match="allowed"):
+            tune("smoe", wrong)
+    assert not tune.rounds
 
 
 def test_a_row_that_no_choice_fits_is_refused_before_the_rounds(tune: Tune) -> None:

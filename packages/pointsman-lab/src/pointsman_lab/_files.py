@@ -32,7 +32,10 @@ LOCK = ".lock"
 def user_cache_folder() -> Path:
     """`$XDG_CACHE_HOME/pointsman`, or `~/.cache/pointsman`."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "pointsman"
+    try:
+        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "pointsman"
+    except RuntimeError:
+        raise RunError("this user has no home folder: set XDG_CACHE_HOME to a folder for caches") from None
 
 
 def user_path(name: str) -> Path:

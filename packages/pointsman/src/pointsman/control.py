@@ -164,18 +164,17 @@ def undecayed(model: nn.Module) -> set[int]:
 
 def added_up(model: nn.Module, ranks: Ranks) -> Callable[[Sequence[Tensor]], None]:
     """A function that adds up over ranks, for `step_end`; where they ran other layers in this step nothing counts, with
-    a warning, so that their states stay alike. Every rank must call it: it compares them, which waits for the device.
-    """
+    a warning, so that their states stay alike. Every rank must call it: it waits for the device."""
     routers = list(dict.fromkeys(router for _, router in named_routers(model)))
     if ranks.count > 1 and any(router.needs_step_end for router in routers):
-        device = next((one.device for router in routers for one in router.gathered()), next(model.parameters()).device)
+        if sorting := [one for one in routers if "bins=0" in one.select.one_process and not one.frozen]:
+            raise ValueError(f"step_end: {sorting[0].spec}: {sorting[0].select.one_process}")
+        device = next((one.device for router in routers for one in router.buffers()), next(model.parameters()).device)
         sums = [[tuple(value.shape) for value in router.gathered()] for router in routers]
         if not ranks.alike(zlib.crc32(repr(sums).encode()), device):
-            routers[0].warn("step_end: the processes ran other layers in this step: what they counted is thrown away")
+            routers[0].warn("step_end: the processes ran other layers in this step: none counts (pipeline: give group)")
             for router in routers:
                 router.forget()
-        if sorting := [router for router in routers if "margins" in router.select.sums]:
-            raise ValueError(f"step_end: {sorting[0].spec}: {sorting[0].select.one_process}")
     return ranks.add_up
 
 
@@ -183,11 +182,11 @@ def step_end(model: nn.Module, reduce: Callable[[Sequence[Tensor]], None] | None
     """Once after each optimizer step: norms kept, schedules, running statistics.
 
     Args:
-        reduce: with many processes, adds up each tensor over the processes, in place. It is called once, with the sums
-            of all routers, in the same order and with the same shapes in every process. None: the routers' own `ranks`,
-            which `parallel.parallelize` sets, or the processes of a DistributedDataParallel in the model, where all
-            of them ran the same layers; where not, nothing counts. With other processes each counts its own, and a
-            warning says so once. Under `Join`, where some processes take no step, give `lambda tensors: None`.
+        reduce: with many processes, adds up each tensor over them, in place (no margins of `bins=0`). It is called
+            once, with the sums of all routers, in the same order and of the same shapes everywhere. None: the routers'
+            own `ranks`, which `parallel.parallelize` sets, or the processes of a DistributedDataParallel in the model;
+            where they ran other layers, nothing counts. With other processes each counts its own, and a warning says
+            so. Under `Join`, where some processes take no step, give `lambda tensors: None`.
     """
     routers = list(dict.fromkeys(router for _, router in named_routers(model)))  # layers may share one
     if reduce is None and routers and routers[0].ranks.count > 1:

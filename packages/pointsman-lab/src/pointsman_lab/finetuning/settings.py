@@ -183,7 +183,7 @@ class Finetuning:
             overridden = replace(overridden, validate_every=max(1, -(-steps // VALIDATIONS)))
         length, limit = overridden.segment_length, getattr(overridden.model, "max_length", math.inf)
         if length > limit and getattr(overridden.model, "positions", "") == "learned":
-            raise RunError(f"texts of {length} tokens: model.max_length is {limit}; --length {limit} cuts them")
+            raise RunError(f"segment_length={length} (--length): model.max_length is {limit}")
         return overridden
 
     def for_router(self, router: str) -> Finetuning:

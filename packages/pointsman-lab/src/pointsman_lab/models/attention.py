@@ -83,7 +83,8 @@ class Attention(nn.Module):
         Args:
             source: [B, S, dim], where keys and values come from instead of `hidden` (cross-attention).
             memory: [B, M, 2 G D], keys (before rotation) and values of earlier tokens: S = M + T.
-            key_mask: [B, S] bool, True for a real token. A query always sees itself; without a real key, all keys.
+            key_mask: [B, S] bool, True for a real token. A real query sees itself; without a real key all keys, with a
+                bias or causally itself alone.
             causal: token i sees keys up to its own.
             rotate: applied to queries and keys.
             bias: added to the scaled products.

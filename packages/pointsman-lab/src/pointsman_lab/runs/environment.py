@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-DECIDES_BITS = ("packages", "machine", "processor", "threads", "device", "device_name")
+DECIDES_BITS = ("packages", "machine", "processor", "threads", "device", "device_name", "ranks", "layout")
 """Entries that must agree for a resumed run to equal an uninterrupted one bit for bit."""
 
 
@@ -43,7 +43,8 @@ def environment(
 
 def differing_bits(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """The entries of `DECIDES_BITS` that differ, in words; [] where results must agree bit for bit."""
-    return [f"{key} ({there.get(key)} there, {here[key]} here)" for key in DECIDES_BITS if there.get(key) != here[key]]
+    pairs = [(key, there.get(key), here.get(key)) for key in DECIDES_BITS]
+    return [f"{key} ({before} there, {now} here)" for key, before, now in pairs if before != now]
 
 
 def processor() -> str:
@@ -59,8 +60,10 @@ def processor() -> str:
 
 def commit() -> str | None:
     """The commit of the source that runs, with "-dirty" if the source differs from it; None outside a checkout."""
-    words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
+    git, own = ["git", "-C", str(Path(__file__).parent)], ["ls-files", "--error-unmatch", Path(__file__).name]
+    words = ["describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
     try:
-        return subprocess.run(words, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+        subprocess.run([*git, *own], capture_output=True, timeout=5, check=True)  # not installed into another checkout
+        return subprocess.run([*git, *words], capture_output=True, text=True, timeout=5, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

@@ -177,8 +177,6 @@ def read_run(path: Path) -> RunRecord:
     config = read_object(path / CONFIG)
     if not config:
         raise RunError(f"{path}: no run directory (it has no {CONFIG})")
-    model = config.get("model")
-    router = label(model.get("router", "-")) if isinstance(model, dict) else "-"
-    seed = config.get("seed", 0)
+    router = label((config.get("model") or {}).get("router", "-"))
     evaluation = read_object(path / EVALUATION)
-    return RunRecord(path, router, int(seed), config, read_object(path / ENVIRONMENT), evaluation)
+    return RunRecord(path, router, config.get("seed", 0), config, read_object(path / ENVIRONMENT), evaluation)

@@ -136,10 +136,8 @@ def _same_lengths(a: RoutingTrace, b: RoutingTrace) -> tuple[RoutingTrace, Routi
         longer, shorter = (a, b) if a.tokens > b.tokens else (b, a)
         if bool((longer.lengths >= shorter.lengths).all()):
             cut = _without_padding(longer, shorter)
-            extra = longer.tokens - shorter.tokens
-            what = (
-                "a token is missing at one end of every sequence" if extra == len(a.lengths) else "padding is counted"
-            )
+            each = bool((longer.lengths - shorter.lengths == 1).all())
+            what = "a token is missing at one end of every sequence" if each else "padding is counted"
             return (cut, b, [what]) if longer is a else (a, cut, [what])
     raise ValueError(
         f"{len(a.lengths)} sequences of {a.tokens:,} tokens in one trace, {len(b.lengths)} of {b.tokens:,} in the "

@@ -23,7 +23,7 @@ COUNTED = 4096
 
 
 def contiguous(loads: Tensor, devices: int) -> Placement:
-    """Expert e on device e // (E / devices): what engines do by default."""
+    """Equal runs of experts, the longer ones first: what engines do by default."""
     return [part.tolist() for part in torch.arange(len(loads)).tensor_split(devices)]
 
 

@@ -251,7 +251,7 @@ class Slurm:
         import submitit
 
         try:
-            self._executor = submitit.AutoExecutor(folder / ".slurm", cluster=cluster)
+            self._executor = submitit.AutoExecutor(folder / f".slurm-{secrets.token_hex(8)}", cluster=cluster)
         except RuntimeError as error:
             raise RunError(f"--cluster slurm: {error}") from None
         gpus = {"gpus_per_node": 1} if device == "cuda" else {}

@@ -50,7 +50,7 @@ from pointsman_lab.training.trainer import train
 SMALL_MODEL = 4_000_000  # parameters; a step of `tiny` (0.7 million) takes as long with one thread as with two
 ANY_VOCABULARY = 10**9  # settings are read before the data: larger than any
 OF_A_RUN = ("router", "seed", "top_k")
-PROTOCOL = ("eval_batch_size", "eval_segment_length", "eval_memory_length", "eval_tokens", "eval_split")
+PROTOCOL = ("eval_batch_size", "eval_segment_length", "eval_memory_length", "eval_tokens", "eval_split", "beam")
 """Settings that may change between two calls, but not between the rows of a table."""
 
 

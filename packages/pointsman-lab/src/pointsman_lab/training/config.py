@@ -253,7 +253,7 @@ class RunConfig:
             if name in own
         }
         own = {name: value for name, value in own.items() if name not in EARLIER - known.keys()}
-        kept = typed_fields(cls, own, f"{where}: ", leave=("model", "own"))
+        kept = typed_fields(cls, own, f"{where}: ", leave=("model",))
         import_recorded(str(model.get("router", "smoe")), kept.get("imports", ()))
         values = {key: value for key, value in model.items() if key != "family" and GONE.get(key, ...) != value}
         typed = typed_fields(kind, values, f"{where}: model.")

@@ -21,6 +21,7 @@ from pointsman_lab.training.directory import RunDirectory, validated_k
 from pointsman_lab.training.kernels import autocast
 from pointsman_lab.training.sharded import Saver
 from pointsman_lab.training.state import Diverged, Interrupted, TrainingState
+from pointsman_lab.training.task import evaluated_k
 from pointsman_lab.training.trackers import Library, TensorBoard, tracked
 
 
@@ -139,7 +140,7 @@ class TrainingLoop:
 
         A run that is killed while it writes has the lines of some k only.
         """
-        wanted = {min(self.config.eval_top_k), max(self.config.eval_top_k)}
+        wanted = {choose(evaluated_k(self.config)) for choose in (min, max)}
         wanted |= {validated_k(self.config)} if self.config.choose != "last" else set()
         assert self.metrics
         rows = (row for row in self.metrics.rows if row["kind"] == "valid" and row["step"] == self.state.step)

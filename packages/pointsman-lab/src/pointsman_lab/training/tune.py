@@ -48,7 +48,7 @@ def choices(told: Sequence[str]) -> list[Choice]:
             found = _doubled(*map(float, ends.groups())) if ends else [*map(str.strip, values.split(","))]
         except ValueError:
             found = []
-        if not key or not all(found) or len(set(found)) < 2:
+        if not key or not all(found) or len({*found}) < max(2, len(found)):
             raise RunError(
                 f"--tune {one!r}: allowed is KEY=A,B,C or KEY=LOW..HIGH with LOW above 0 and HIGH at least twice LOW"
             )
@@ -61,7 +61,7 @@ def choices(told: Sequence[str]) -> list[Choice]:
 def _doubled(low: float, high: float) -> list[str]:
     if not 0 < low < high < math.inf:
         raise ValueError
-    return [f"{low * 2**power:g}" for power in range(math.floor(math.log2(high / low) + 1e-9) + 1)]
+    return [f"{low * 2**power:.12g}" for power in range(math.floor(math.log2(high / low) + 1e-9) + 1)]
 
 
 def spec_of(row: str, choice: Choice) -> str:
@@ -97,7 +97,7 @@ def tuned(
     """The plan with each row's settings; rows that the comparison in `out` has already keep theirs.
 
     The rounds are comparisons in `out`-tuning, which go on after an interruption; its tuning.json has every figure.
-    What diverges is worse than all else.
+    What diverges is left behind.
 
     Args:
         train: trains a plan in a directory; runs that diverge have no result there.
@@ -117,6 +117,8 @@ def tuned(
             raise RunError(f"--tune {ROUTER}={scale}: allowed are numbers above 0")
     if common := [key for key, _ in every[0] if key in shared]:
         raise RunError(f"--tune {common[0]}: all rows share it; use --set or its flag")
+    for one in every:  # a wrong value is told before the rounds
+        plan.base.with_overrides({key: value for key, value in one if key != ROUTER})
     named = out if out.name not in ("", "..") else out.resolve()
     file = named.with_name(f"{named.name}-tuning") / CURVE
     before, told_before = read_plan(out) or {}, (read_json(file) or {}).get("curve", {})
@@ -164,7 +166,7 @@ def tuned(
             finite = [one for one in of if not math.isinf(curve[row][_text(one)][-1])]
             if not (best := sorted(finite, key=lambda one: curve[row][_text(one)][-1])):
                 raise RunError(f"--tune: {row} diverged at every choice ({steps} steps): name lower learning rates")
-            left[row] = best[: (max(2, math.ceil(len(best) / 2)), 4, 1)[SHARES.index(share)]]
+            left[row] = best[: (max(2, math.ceil(len(of) / 2)), 4, 1)[SHARES.index(share)]]
     picked = {spec_of(row, of[0]): {"row": row, **dict(of[0])} for row, of in left.items()}
     if curve:
         kept = {row: values for row, values in told_before.items() if row in names}

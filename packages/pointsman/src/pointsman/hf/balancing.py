@@ -126,7 +126,9 @@ def count(counts: dict[str, Tensor], biases: Iterable[Bias], chosen: Iterable[tu
 def settle(home: Any, biases: Sequence[Bias], counts: dict[str, Tensor]) -> None:
     """Moves every bias once by what was counted, over all ranks; nothing where nothing was."""
     gates: dict[str, Any] = {bias.gate: home.get_submodule(bias.gate) for bias in biases}
-    of = {bias.gate: bias for bias in biases if bias.gate in counts and _moves(gates[bias.gate], bias)}
+    of = {bias.gate: bias for bias in biases if _moves(gates[bias.gate], bias)}
+    for gate, bias in of.items():  # this rank may have run none of it
+        counts.setdefault(gate, next(bias.tensors(home)).new_zeros(bias.experts, dtype=torch.int64))
     every_rank().add_up([counts[gate] for gate in of])
     for gate, bias in of.items():
         for tensor in bias.tensors(home):

@@ -68,7 +68,7 @@ def from_sglang(
     meta_infos: Sequence[Mapping[str, Any]], num_experts: int, *, layers: int, top_k: int,
     token_ids: Sequence[Sequence[int]] | None = None,
 ) -> RoutingTrace:  # fmt: skip
-    """SGLang's `meta_info` (`return_routed_experts`); layers and top_k are the model's. Raises as `from_requests`."""
+    """SGLang's `meta_info` (`return_routed_experts`); layers, top_k: the model's. Raises as `from_requests` does."""
     routed = []
     for number, info in enumerate(meta_infos):
         try:

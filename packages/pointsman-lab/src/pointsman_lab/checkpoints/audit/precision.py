@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -74,7 +75,10 @@ def _copy(gate: nn.Module, dtype: torch.dtype) -> nn.Module:
     copied = copy.copy(gate)
     copied._forward_hooks, copied._forward_pre_hooks = type(gate._forward_hooks)(), type(gate._forward_pre_hooks)()
     copied._forward_hooks_with_kwargs = type(gate._forward_hooks_with_kwargs)()
-    if "_hf_hook" in vars(copied):  # accelerate's: they lead to the gate and all around
-        for name in ("forward", "_old_forward", "_hf_hook"):
-            copied.__dict__.pop(name, None)
-    return copy.deepcopy(copied).to(dtype).eval()
+    own = copied.__dict__.pop("forward", None)
+    for name in ("_old_forward", "_hf_hook"):  # accelerate's: they lead to the gate and all around
+        copied.__dict__.pop(name, None)
+    made = copy.deepcopy(copied).to(dtype).eval()
+    if isinstance(own, MethodType):  # a kernel's; accelerate's is none
+        made.forward = MethodType(own.__func__, made)
+    return made

@@ -48,7 +48,7 @@ class GateRule:
         if not self.renormalize:
             options.append("renormalize=false")
         if self.scale != 1:
-            options.append(f"scale={self.scale:g}")
+            options.append(f"scale={self.scale:.12g}")
         return ":".join(["smoe" if self.kind == "softmax" else "loss-free", *options])
 
     @property

@@ -23,7 +23,7 @@ those of fairseq's IWSLT recipe, because X-MoE says nothing of the model of its 
 SETTINGS = {
     "pieces": Setting(8192, "how many pieces of words are learned from the text", least=1),
     "language_exponent": Setting(0.7, "a language with share q is drawn with probability ~ q^exponent", most=1),
-    "beam": Setting(1, "hypotheses of the search in the final evaluation; 1 = greedy", least=1),
+    "beam": Setting(1, "hypotheses of the search in the final evaluation; 1 = greedy", least=1, trains=False),
 }
 
 
