@@ -69,7 +69,6 @@ def eight_ranks() -> Iterator[None]:
         with patch.object(Ranks, "gather", lambda ranks, value: [value] * ranks.count):
             yield
     finally:
-        shard._meshes.cache_clear()
         dist.destroy_process_group()
 
 

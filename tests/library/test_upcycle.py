@@ -55,6 +55,31 @@ def test_each_layer_its_own_dtype_mode_and_noise() -> None:
     assert float((far.std() / one.experts.w_in.std()).detach()) == pytest.approx(0.1, rel=0.1)
 
 
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.GELU(), nn.SiLU()])
+def test_weights_that_are_0_tell_activations_apart(activation: nn.Module) -> None:
+    mlp = plain(activation)
+    nn.init.zeros_(mlp[2].weight)  # type: ignore[index, arg-type]
+    (moe,) = pointsman.upcycle([mlp], 4)
+    assert moe.experts.activation == type(activation).__name__.lower()
+
+
+class Narrow(nn.Module):
+    """Two linear layers, and not what they give."""
+
+    def __init__(self, ends: Any) -> None:
+        super().__init__()
+        self.mlp, self.ends = plain(nn.ReLU()), ends
+
+    def forward(self, x: Tensor) -> Any:
+        return self.ends(self.mlp(x))
+
+
+@pytest.mark.parametrize("ends", [lambda y: y[..., :3], lambda y: (y, y)])
+def test_an_output_of_another_shape_is_refused(ends: Any) -> None:
+    with pytest.raises(ValueError, match="no activation of"):
+        pointsman.upcycle([Narrow(ends)], 4)
+
+
 def test_what_is_no_such_layer_is_refused() -> None:
     for mlps, router, told in (
         ([plain(nn.Tanh())], "smoe", "no activation of"),
@@ -67,5 +92,10 @@ def test_what_is_no_such_layer_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=told):
             pointsman.upcycle(mlps, 4, router)
+    for _ in range(8):  # whatever is drawn
+        with pytest.raises(ValueError, match=r"does not only weigh outputs|do not sum to 1"):
+            pointsman.upcycle([plain(nn.ReLU())], 4, "smoe:capacity=2")
+    with pytest.raises(ValueError, match="noise=inf"):
+        pointsman.upcycle([plain(nn.ReLU())], 4, noise=float("inf"))
     with pytest.raises(ValueError, match="noise=-1"):
         pointsman.upcycle([], 4, noise=-1)

@@ -76,5 +76,6 @@ def test_diagnoses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_whole_number_beyond_every_float_is_no_whole_number() -> None:
-    assert parse_json(f"[1, {10**18 - 1}]") == [1, 10**18 - 1]
+    assert parse_json(f"[{1 - 10**18}, {10**18 - 1}]") == [1 - 10**18, 10**18 - 1]
+    assert parse_json("[-123456789012345678, 1234567890123456789]")[0] == -123456789012345678
     assert parse_json(f"[{10**400}, {-(10**19)}]") == [float("inf"), -1e19]

@@ -195,3 +195,18 @@ def test_processes_gather_what_one_would_see(tmp_path):
     for out in outs:
         found, whole = json.loads(out.read_text())
         assert same(found, whole, 1e-6)
+
+
+def test_statistics_begun_in_inference_mode_go_on_outside_of_it(model):
+    tokens = torch.randint(VOCABULARY, (2, 9))
+
+    def collected(*modes):
+        found = Diagnostics("collapse", "specialisation")
+        for mode in modes:
+            with mode(), found.observe(model, token_ids=tokens):
+                model(tokens)
+        return found
+
+    mixed = collected(torch.inference_mode, torch.no_grad)
+    assert same(mixed.result(), collected(torch.no_grad, torch.no_grad).result())
+    assert same(collected(torch.inference_mode).merge(collected(torch.no_grad)).result(), mixed.result())

@@ -121,6 +121,10 @@ def test_a_router_without_gradient_has_no_second_term(router, k):
     found = diagnostic.result()
     assert found["gradient"]["j2"]["norm_mean"] == pytest.approx(0, abs=1e-15)
     assert found["norm_ratio"] == pytest.approx(0, abs=1e-15)
+    assert {key: found["gradient"]["j2"][key] for key in ("rank", "effective_rank", "in_span")} == {
+        "rank": 0, "effective_rank": None, "in_span": None
+    }  # fmt: skip
+    assert found["gradient"]["j1"]["rank"] > 1
     assert same(found, found)
 
 
@@ -178,6 +182,9 @@ def test_gradients_of_a_models_layers():
     assert all(not module._forward_hooks for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert model.first.delivery.how == "collect"
+    balanced = MoE(DIM, HIDDEN, EXPERTS, router="loss-free")
+    layer_gradients(balanced, lambda: balanced(hidden.requires_grad_()).square().sum())
+    assert not balanced.router.gathered(), "nobody trained on these tokens"
     with pytest.raises(ValueError, match="layer_gradients: no MoE layer of Linear ran"):
         layer_gradients(nn.Linear(DIM, 1), lambda: hidden.sum().requires_grad_())
 

@@ -39,7 +39,7 @@ _LONG = re.compile(r"[0-9]{19}")
 
 
 def _whole(digits: str) -> float:
-    return int(digits) if len(digits) < 19 else float(digits)
+    return int(digits) if len(digits.lstrip("-")) < 19 else float(digits)
 
 
 def parse_json(text: str) -> Any:

@@ -18,10 +18,8 @@ def token_mean(values: Tensor, mask: Tensor | None, ranks: Ranks = ALONE) -> Ten
     """Mean over tokens of `values` [N, ...]; `mask` [N] leaves padding out. Zero where no token is real."""
     if mask is None and ranks.count == 1:
         return values.mean(0) if len(values) else values.sum(0)
-    if mask is None:
-        count = torch.full((), len(values), device=values.device)
-    else:
-        count = mask.sum()
+    count = torch.full((), len(values), device=values.device) if mask is None else mask.sum()
+    if mask is not None:
         values = values.masked_fill(~mask.reshape(-1, *(1,) * (values.dim() - 1)), 0)  # also where padding is NaN
     return ranks.whole(values.sum(0)) / ranks.total(count)[0].clamp_min(1)
 

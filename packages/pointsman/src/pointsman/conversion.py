@@ -49,7 +49,7 @@ def upcycle(
         ValueError: a module is no such layer, or the router's weights do not sum to 1.
     """
     check_whole("upcycle: num_experts", num_experts)
-    if not noise >= 0:
+    if not 0 <= noise < float("inf"):
         raise ValueError(f"upcycle: noise={noise!r}: allowed are numbers from 0")
     check_weights(router, num_experts, top_k)
     return [_moe(mlp, f"module {place}", num_experts, router, top_k, noise) for place, mlp in enumerate(mlps)]
@@ -66,7 +66,7 @@ def check_weights(router: str, num_experts: int, top_k: int) -> None:
     if not torch.allclose(total, torch.ones_like(total), atol=1e-5):
         raise ValueError(f"upcycle: the combine weights of {router!r} do not sum to 1, so the mixture would not equal "
                          "the dense model")  # fmt: skip
-    if type(routing.combine) not in (Combine, Dense):
+    if plain.limit is not None or type(routing.combine) not in (Combine, Dense):
         raise ValueError(f"upcycle: router {router!r} does not only weigh outputs; build MoE with it yourself")
 
 
@@ -109,10 +109,13 @@ def _read(mlp: nn.Module, place: str) -> tuple[Roles, str]:
     probe: Any = copy.deepcopy(mlp).double().cpu().eval()
     parts = [module for module in probe.modules() if isinstance(module, nn.Linear)]
     states = {}
+    generator = torch.Generator().manual_seed(0)
+    for part in parts:  # weights that are 0 tell no activation from another
+        part.weight.uniform_(-1, 1, generator=generator)
     for width in sorted({one.in_features for one in parts}):
-        hidden = torch.randn(16, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        hidden = torch.randn(16, width, dtype=torch.float64, generator=generator)
         with suppress(Exception):  # it takes another width
-            states[width] = hidden, probe(hidden)
+            states[width] = hidden, probe(hidden).double().view_as(hidden)
     names = ("w_in", "w_out") if len(parts) == 2 else ("w_in", "w_gate", "w_out")
     for places in permutations(range(len(parts))):
         order = dict(zip(names, (parts[one] for one in places), strict=True))
@@ -123,6 +126,6 @@ def _read(mlp: nn.Module, place: str) -> tuple[Roles, str]:
         for activation, function in ACTIVATIONS.items():
             units = order["w_in"](hidden)
             units = function(order["w_gate"](hidden)) * units if "w_gate" in order else function(units)
-            if isinstance(wanted, Tensor) and torch.allclose(order["w_out"](units), wanted, rtol=1e-9, atol=1e-12):
+            if torch.allclose(order["w_out"](units), wanted, rtol=1e-9, atol=1e-12):
                 return dict(zip(names, (linears[one] for one in places), strict=True)), activation
     raise ValueError(f"{named}: no activation of {', '.join(ACTIVATIONS)} gives its output, gated or not")

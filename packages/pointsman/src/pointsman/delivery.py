@@ -35,7 +35,7 @@ class LossDelivery(nn.Module):
             `add_losses`; in evaluation, too, wherever gradients are on.
 
     Attributes:
-        how: "collect", "attach", or "leave", which does neither (`without_losses`).
+        how: "collect", "attach", or "leave", which does neither and counts nothing (`without_losses`).
         scale: [], float32: the factor of attached losses; no buffer, which a loader may leave without a value.
         last: the losses of the last forward by name, detached.
     """
@@ -76,7 +76,7 @@ class LossDelivery(nn.Module):
         attached = list(losses.values()) if self.how == "attach" or (kept and not output.requires_grad) else []
         if attached and not kept and self.training and not torch.compiler.is_compiling():
             self._warn_of_scale(output)
-        gathers = gather if self.training and statistics else None
+        gathers = gather if self.training and statistics and self.how != "leave" else None
         live = torch.is_grad_enabled() and any(one.requires_grad for one in (output, *attached))
         if not (attached or gathers or kept) or not live:
             return output
@@ -118,10 +118,6 @@ class LossDelivery(nn.Module):
         for kept in found:
             kept.losses = ()
         return losses
-
-    def lose(self) -> None:
-        """A backward pass went past losses that nobody took."""
-        self._lost += 1
 
     def step(self) -> None:
         """An optimizer's step: the second with losses that nobody took warns."""
@@ -213,7 +209,7 @@ class Deliver(torch.autograd.Function):
             ctx.gather(ctx.statistics)
             ctx.gather = None  # a second pass through the graph is no second micro-batch
         if ctx.kept is not None and ctx.kept.losses and ctx.kept.home is not None:
-            ctx.kept.home.lose()
+            ctx.kept.home._lost += 1  # they were taken by nobody
         return (grads[0], None, None, None, None, *(None if ctx.kept else ctx.scale.to(dtype) for dtype in ctx.dtypes))
 
 
@@ -228,7 +224,7 @@ def deliveries(model: nn.Module) -> dict[str, LossDelivery]:
 
 @contextmanager
 def without_losses(model: nn.Module) -> Iterator[None]:
-    """Inside, the routers' losses enter no gradient, and nobody is told of it."""
+    """Inside, the routers' losses enter no gradient, their state counts no token, and nobody is told of it."""
     before = [(one, one.how) for one in deliveries(model).values()]
     try:
         for one, _ in before:

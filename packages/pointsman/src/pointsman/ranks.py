@@ -54,9 +54,7 @@ class Ranks:
 
     def total(self, *tensors: Tensor) -> list[Tensor]:
         """The sums over ranks, detached, in one collective; whole numbers are exact up to 2^53."""
-        if self.count == 1:
-            return [tensor.detach() for tensor in tensors]
-        summed = [tensor.detach().clone() for tensor in tensors]
+        summed = [tensor.detach() if self.count == 1 else tensor.detach().clone() for tensor in tensors]
         self.add_up(summed)
         return summed
 
@@ -163,7 +161,7 @@ class Ranks:
             return [function()]
         try:
             done: tuple[T | None, str | None] = (function(), None)
-        except (RunError, OSError) as error:
+        except (OSError, ValueError) as error:  # a RunError is one
             done = (None, str(error))
         gathered = self.gather(done)
         for rank, (_, message) in enumerate(gathered):

@@ -144,10 +144,3 @@ def first_choice(routing: Routing, mask: Tensor | None = None) -> Tensor:
 def unmixed(routing: Routing) -> Tensor:
     """The distribution before mixing [tokens, E]."""
     return routing.probs if routing.unmixed is None else routing.unmixed
-
-
-def counts(experts: Tensor, num_experts: int) -> Tensor:
-    """The number of occurrences of each expert in `experts` (any shape, -1 = none): [E] float64, no device sync."""
-    flat = experts.reshape(-1) + 1
-    ones = torch.ones((), dtype=torch.float64, device=flat.device).expand(flat.shape)
-    return torch.zeros(num_experts + 1, dtype=torch.float64, device=flat.device).index_add_(0, flat, ones)[1:]

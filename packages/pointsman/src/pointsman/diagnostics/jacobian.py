@@ -80,7 +80,8 @@ class JacobianTerms(Diagnostic):
             routing: Routing = layer.router(into_router, context)
             into_experts = flat.clone().requires_grad_()
             weights = {name: one.detach().clone().requires_grad_() for name, one in _weights(routing).items()}
-            output = self._output(into_experts, _weighted(routing, weights))
+            given = _weighted(routing, weights)
+            output: Tensor = given.combine(layer, into_experts, given)[0]
             first, *of_weights = torch.autograd.grad(
                 output, (into_experts, *weights.values()), gradient, allow_unused=True, materialize_grads=True
             )
@@ -93,17 +94,13 @@ class JacobianTerms(Diagnostic):
             self._add(second=terms.mT @ terms)
         self.eps = max(self.eps, torch.finfo(hidden.dtype).eps)
 
-    def _output(self, hidden: Tensor, routing: Routing) -> Tensor:
-        """The layer's output [tokens, dim] without shared experts."""
-        assert self.layer is not None
-        output: Tensor = routing.combine(self.layer, hidden, routing)[0]
-        return output
-
     def result(self) -> dict[str, Any]:
         gradient: dict[str, dict[str, Any]] = {}
+        traces = [] if self.second is None else [float(one.trace()) for one in self.second]
+        least = max(traces, default=0.0) * min(self.eps, torch.finfo(torch.float32).eps) ** 2  # rounding
         for index, term in enumerate(TERMS):
             second = None if self.second is None else self.second[index].cpu()
-            gradient[term] = {"norm_mean": self.moments[term].mean, **self._spectrum(second)}
+            gradient[term] = {"norm_mean": self.moments[term].mean, **self._spectrum(second, least)}
         span = None if self._basis is None else self._basis.shape[0]
         width = None if self.second is None else self.second.shape[-1]
         return {
@@ -114,13 +111,13 @@ class JacobianTerms(Diagnostic):
             "span_share": ratio(span, width),
         }
 
-    def _spectrum(self, second: Tensor | None) -> dict[str, Any]:
+    def _spectrum(self, second: Tensor | None, least: float) -> dict[str, Any]:
         found: dict[str, Any] = {"rank": None, "effective_rank": None, "in_span": None}
         if second is None or not second.isfinite().all():
             return found
         squares = torch.linalg.eigvalsh(second).clamp_min(0)
         total = squares.sum()
-        if not total > 0:
+        if not total > least:
             return {**found, "rank": 0}
         relative = second.shape[0] * self.eps
         if relative < 0.01:
@@ -159,9 +156,8 @@ def _vjp(outputs: Sequence[Tensor], inputs: Tensor, vectors: Sequence[Tensor]) -
     if not used:
         return torch.zeros_like(inputs)
     sources, given = zip(*used, strict=True)
-    (found,) = torch.autograd.grad(sources, inputs, given, retain_graph=True, allow_unused=True)
-    gradient: Tensor = torch.zeros_like(inputs) if found is None else found
-    return gradient
+    (found,) = torch.autograd.grad(sources, inputs, given, retain_graph=True, materialize_grads=True)
+    return found
 
 
 def _row_basis(rows: Tensor) -> Tensor:

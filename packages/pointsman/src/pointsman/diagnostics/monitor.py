@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from pointsman._values import check_whole
+from pointsman.auxiliary import assignment_counts
 from pointsman.control import named_routers
 from pointsman.diagnostics.base import Moments, unmixed
-from pointsman.diagnostics.base import counts as expert_counts
 from pointsman.diagnostics.statistics import Margin, entropies, load_summary
 from pointsman.ops.linear import in_backward
 from pointsman.ranks import ALONE
@@ -63,13 +63,13 @@ class _Window:
         if self.assigned.device != routing.experts.device:
             self.sums = {name: total.to(routing.experts.device) for name, total in self.sums.items()}
         experts = routing.experts if mask is None else routing.experts.masked_fill(~mask[:, None], -1)
-        self.assigned.add_(expert_counts(experts, routing.num_experts))
+        self.assigned.add_(assignment_counts(experts, routing.num_experts))
         self.sums["tokens"] += len(routing.experts) if mask is None else mask.sum()
         if "raw" in self.sums:
             raw = routing.logits.topk(min(routing.experts.shape[-1], routing.num_experts), dim=-1).indices
             raw = raw.masked_fill(raw >= routing.num_experts, -1)  # a virtual expert
             raw = raw if mask is None else raw.masked_fill(~mask[:, None], -1)
-            self.sums["raw"].add_(expert_counts(raw, routing.num_experts))
+            self.sums["raw"].add_(assignment_counts(raw, routing.num_experts))
 
     def to_cpu(self) -> None:
         self.sums = {name: total.cpu() for name, total in self.sums.items()}
@@ -283,9 +283,6 @@ def scalars(rows: list[dict[str, Any]]) -> dict[str, float]:
         for key, value in by_layer[row["layer"]].items():
             by_key.setdefault(key, []).append(value)
     if len(by_layer) > MOST_LAYERS:
-        by_layer = {
-            "least": {key: min(of) for key, of in by_key.items()},
-            "mean": {key: sum(of) / len(of) for key, of in by_key.items()},
-            "greatest": {key: max(of) for key, of in by_key.items()},
-        }
+        of_all: dict[str, Any] = {"least": min, "mean": lambda of: sum(of) / len(of), "greatest": max}
+        by_layer = {name: {key: one(of) for key, of in by_key.items()} for name, one in of_all.items()}
     return {f"routing/{layer}/{key}": value for layer, of in by_layer.items() for key, value in of.items()}

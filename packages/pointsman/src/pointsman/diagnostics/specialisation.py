@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Self
 
 import torch
@@ -58,8 +57,8 @@ class RepresentationCollapse(RoutingDiagnostic):
         total = self.count + count
         share = count / total.clamp_min(1)
         delta = mean - self.mean
-        self.scatter += scatter + (delta * (self.count * share)[:, None]).T @ delta
-        self.mean += delta * share[:, None]
+        self.scatter = self.scatter + scatter + (delta * (self.count * share)[:, None]).T @ delta
+        self.mean = self.mean + delta * share[:, None]
         self.count = total
 
     def result(self) -> dict[str, Any]:
@@ -209,6 +208,7 @@ class Specialisation(RoutingDiagnostic):
         ones = torch.ones((), dtype=table.dtype, device=table.device).expand(ids.shape)
         table.view(-1).index_add_(0, ids * routing.num_experts + experts, ones)
 
+    @torch.inference_mode(False)  # tensors of inference take no sums outside of it
     def _grown(self, ids: int, num_experts: int, device: torch.device) -> Tensor:
         """The table, extended to at least `ids` rows."""
         rows = min(self.most_ids, max(256, 1 << (ids - 1).bit_length()))
@@ -253,6 +253,6 @@ class Specialisation(RoutingDiagnostic):
             "pooled": bool(counts.shape[0] == self.most_ids and of_id[-1] > 0),
             "mutual_information": number(information),
             "corrected": max(0.0, information - cells / (2 * total)),
-            "saturation": number(counts.max(1).values.sum() / total) if math.isfinite(total) else None,
+            "saturation": number(counts.max(1).values.sum() / total),
             "top": top,
         }

@@ -9,13 +9,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from pointsman.auxiliary import assignment_counts
 from pointsman.diagnostics.base import (
     Diagnostic,
     Given,
     Moments,
     RoutingDiagnostic,
     chosen,
-    counts,
     first_choice,
     number,
     numbers,
@@ -133,7 +133,7 @@ class Load(RoutingDiagnostic):
         experts = chosen(routing, mask)
         real = experts.new_tensor(experts.shape[0]) if mask is None else mask.to(experts.device).sum()
         self._add(
-            assigned=counts(experts, routing.num_experts),
+            assigned=assignment_counts(experts, routing.num_experts).double(),
             tokens=real.double(),
             requested=real.double() * routing.requested,
             filled=(chosen(routing, mask, virtual=True) >= 0).sum().double(),
@@ -252,9 +252,10 @@ class Fluctuation(Diagnostic):
         tokens = real.sum().double()
         same_k = float(routing.experts.shape[-1] == other.experts.shape[-1])
         sets = ((in_one != in_two).any(-1) & real).sum() * same_k
+        firsts = (first.where(of, -1)[:, None] for of in (real, changed))
         self._add(
             sums=torch.stack([tokens, changed.sum().double(), sets.double(), overlap, tokens * same_k]),
-            by_first=torch.stack([counts(first.where(of, -1), num_experts) for of in (real, changed)], -1),
+            by_first=torch.stack([assignment_counts(one, num_experts) for one in firsts], -1).double(),
         )
 
     def result(self) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def parallelize(
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
     kind = device or ranks.gather(next(model.parameters()).device.type)[0]
-    dense, sparse = _meshes(kind, layout)
+    dense, sparse = _meshes(kind, layout, torch.distributed.group.WORLD)
     taken = partial(_of_first, ranks=ranks, device=kind) if any(awaited) else None
     if taken:
         torch.set_rng_state(ranks.gather(torch.get_rng_state())[0])  # to draw a model advances it
@@ -207,7 +207,7 @@ def _by_mesh(parameters: Iterable[nn.Parameter]) -> dict[Any, list[nn.Parameter]
 
 
 @cache
-def _meshes(kind: str, layout: Layout) -> tuple[DeviceMesh, DeviceMesh]:
+def _meshes(kind: str, layout: Layout, world: Any) -> tuple[DeviceMesh, DeviceMesh]:
     """The meshes of dense parameters and of experts. Models after one another share them, and their process groups."""
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -80,7 +80,7 @@ def check_router(spec: str, dim: int = 16, num_experts: int = 4) -> None:
 
 def hold(case: Case, checks: Sequence[Check]) -> None:
     """Runs these checks; AssertionError: the first broken promise. Random state stays as it is."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         case.router()
         for check in checks:
             torch.manual_seed(0)

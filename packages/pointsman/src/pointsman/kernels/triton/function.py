@@ -62,7 +62,7 @@ def _(hidden: Tensor, weight: Tensor, expert: Tensor, seed: Tensor, w_in: Tensor
     slots, (experts, width) = expert.numel(), w_in.shape[:2]
     up = hidden.new_empty(slots, width)
     where = (expert.new_empty(size, dtype=torch.int32) for size in (slots, slots, slots, experts))
-    return torch.empty_like(hidden), up, up.new_empty(0) if w_gate is None else up.new_empty(slots, width), *where
+    return hidden.new_empty(hidden.shape), up, up.new_empty(0) if w_gate is None else up.new_empty(slots, width), *where
 
 
 @torch.library.custom_op("pointsman::triton_experts_backward", mutates_args=())

@@ -1,12 +1,9 @@
 """Products with the units' work at their ends: biases, activation, gate and dropout before a tile leaves the registers.
 
-Forward: u (and g) = x W_in' + b, h = drop(act(…)), x read through `order`. Backward: q = dy W_out, dy read through
-`order`, never stored: from its tile follow the gradients of u and g, the weighted units, and a part of h . q.
-Shapes: S rows sorted by expert, H units, D wide.
-
-h = drop(act(u)), gated h = drop(act(g) u), [S, H] for S rows sorted by expert. Which units are
-dropped follows from (seed, assignment, unit) alone: the mask takes no memory, backward draws it again, and an
-assignment's mask does not depend on how others are routed.
+Forward: u (and g) = x W_in' + b, x read through `order`; h = drop(act(u)), gated h = drop(act(g) u). Backward: q = dy
+W_out, dy read through `order`, never stored: from its tile follow the gradients of u and g, the weighted units, and a
+part of h . q. Shapes: S rows sorted by expert, H units, D wide. Which units are dropped follows from (seed, assignment,
+unit) alone: the mask takes no memory, backward draws it again, and a mask does not depend on how others are routed.
 """
 
 from __future__ import annotations

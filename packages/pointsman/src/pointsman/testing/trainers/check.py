@@ -69,7 +69,7 @@ def verdicts(
     if isinstance(trainer, str):
         found, name = find_trainer(trainer), trainer
     elif isinstance(trainer, Trainer):
-        found, name = trainer, _reference(type(trainer))
+        found, name = trainer, _reference(trainer.step if isinstance(trainer, OwnStep) else type(trainer))
     else:
         found, name = OwnStep(trainer), _reference(trainer)
     for line in lines or LINES:

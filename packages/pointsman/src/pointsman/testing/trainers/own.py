@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -53,13 +55,8 @@ class OfTransformers(Trainer):
                 if setting.layers > 1:
                     gate[place % setting.experts, 0] += 1.0  # every layer prefers another expert
         if setting.balance == "pointsman" and (setting.coefficient or setting.bias):
-            import logging
-
-            said = logging.getLogger("pointsman.hf")
-            level = said.level
-            said.setLevel(logging.ERROR)
-            hf.balance(model, BIAS_RATE if setting.bias else setting.coefficient, "bias" if setting.bias else "loss")
-            said.setLevel(level)
+            with patch.object(logging.getLogger("pointsman.hf"), "disabled", True):
+                hf.balance(model, *(BIAS_RATE, "bias") if setting.bias else (setting.coefficient, "loss"))
         return self.finished(model, setting).train()
 
     def finished(self, model: nn.Module, setting: Setting) -> nn.Module:
