@@ -287,6 +287,32 @@ def test_fine_tunings_of_a_run_count_once(tmp_path: Path) -> None:
     assert TaskTable.read(path, "sst2").routing["smoe"]["consistency"] is None
 
 
+def test_fine_tunings_of_one_run_in_a_comparison_of_one_seed_are_one_value(tmp_path: Path) -> None:
+    path = write_comparison(tmp_path / "c", ("smoe", "xmoe"), (0,))
+    for (router, _), run in read_comparison(path).runs.items():
+        for own in range(3):  # as `finetune RUN --seeds 3` makes them
+            write_finetuning(run.path, "sst2", router, own, metric=0.7 + 0.1 * (router == "xmoe") + 0.001 * own)
+    table = TaskTable.read(path, "sst2")
+    assert "not comparable" not in table.note
+    [cells] = table.table.paired().values()
+    assert all(one.half is None and len(one.values) == 1 for one in cells.values() if one.values)
+    assert not any(table.table.best(k) for k in table.table.top_k)
+    file = next(path.glob("runs/*/*/finetune/sst2/*/evaluation.json"))
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps({**record, "protocol": {**record["protocol"], "steps": 7}}))
+    assert TaskTable.read(path, "sst2").note.endswith("; rows differ in steps: their figures are not comparable")
+
+
+def test_a_strangers_name_ends_no_line(tmp_path: Path) -> None:
+    path = write_comparison(tmp_path / "c", ("smoe", "xmoe"), (0,))
+    plan = json.loads((path / "comparison.json").read_text())
+    name = "X. A\n\\input{/etc/passwd}\n` # "
+    (path / "comparison.json").write_text(json.dumps({**plan, "shown": {"names": {"smoe": name}}}))
+    table = ComparisonTable.read(path)
+    assert not re.search(r"^\\input", table.latex(), re.MULTILINE)
+    assert not re.search(r"^ *`? *#", table.markdown(), re.MULTILINE)
+
+
 def test_experts_a_token_are_a_column_where_they_are_not_k(tmp_path: Path) -> None:
     path = write_comparison(tmp_path / "c", routers=("smoe", "top-p"), seeds=(0, 1))
     assert "experts/token" not in ComparisonTable.read(path).text()

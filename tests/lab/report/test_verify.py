@@ -235,3 +235,10 @@ def test_a_record_and_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (code, len(lines)) == (1, 2)
     assert "a Hugging Face model" in lines[1]
     assert verified(capsys, write_run(tmp_path / "alone"))[0] == 0
+
+
+def test_an_exam_that_is_not_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = {"version": 1, "rows": ["mine"], "tasks": ["clusters"], "seeds": 8}
+    for changed, told in (({}, "not finished: mine, task clusters"), ({"version": 99}, "version 99 of the exam")):
+        (tmp_path / "exam.json").write_text(json.dumps({**plan, **changed}))
+        assert told in verified(capsys, tmp_path)[1][0]

@@ -85,8 +85,12 @@ class Grid:
         return out.getvalue()
 
     def markdown(self) -> str:
-        """A Markdown table."""
-        return markdown_table(self.header, self._marked("`{}`", "**{}**", lambda cell: cell), self.labels)
+        """A Markdown table, in which a stranger's name ends no cell and no code."""
+
+        def escape(cell: str) -> str:
+            return " ".join((cell.replace("`", "'") if self.code else cell).split())
+
+        return markdown_table(self.header, self._marked("`{}`", "**{}**", escape), self.labels)
 
     def latex(self, label: str = "") -> str:
         """A LaTeX table for the booktabs package. Its caption is the first sentence, the others are a comment.
@@ -94,7 +98,7 @@ class Grid:
         Args:
             label: what follows "tab:" in its label; by default the caption's first words.
         """
-        first, *others = _SENTENCE.split(self.caption)
+        first, *others = _SENTENCE.split(" ".join(self.caption.split()))
         label = label or "-".join(re.findall(r"[a-z0-9]+", first.lower())[:4])
         lines = [
             r"\toprule",

@@ -127,7 +127,7 @@ def domains_of(data: str) -> dict[str, str]:
     parts = [data] if Path(data).is_file() else [part for part in data.split(",") if part]
     names = [Path(part).name if len(parts) > 1 else "text" for part in parts]
     if len(set(names)) < len(names):
-        raise RunError(f"pointsman audit: --data {data}: two parts have the same name; rename a file")
+        raise RunError(f"--data {data}: two parts have the same name; rename a file")
     return dict(zip(names, parts, strict=True)) or {"text": data}
 
 

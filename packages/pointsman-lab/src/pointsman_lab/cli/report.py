@@ -36,12 +36,15 @@ def run(arguments: Sequence[str]) -> int:
     values = flags.read(arguments)
     if values.paper:
         flags.without_effect(values, ("--figures", "--map"), "with --paper, which writes tables")
+        if values.out and values.out.suffix in (".html", ".htm"):
+            raise RunError(f"pointsman report: --out {values.out}: --paper writes into a folder")
     from pointsman_lab import report
     from pointsman_lab.report.figures import check_formats
     from pointsman_lab.runs.paths import COMPARISON
     from pointsman_lab.training.compare import check_runs
 
-    check_formats(values.figures or ())  # before the page, which may take a while
+    if values.figures:
+        check_formats(values.figures)  # before the page, which may take a while
 
     imports = [name for folder in values.runs for name in recorded_imports(folder)]
     if imports:  # the page says which routers draw random numbers

@@ -123,6 +123,8 @@ def checks(root: Path, kind: str) -> Iterator[Check]:
     if kind == "a routing trace":
         yield root, partial(RoutingTrace.load, root)
         return
+    if kind == "an exam":
+        yield root, partial(_examined, root)
     theirs = kind == "a Hugging Face model"
     places = list(entries(root))
     safe = any(place.suffix == ".safetensors" for place in places)  # transformers reads these alone then
@@ -254,6 +256,16 @@ def _as_recorded(root: Path) -> None:
         file = within(root, *entry["path"].split("/"), EVALUATION)
         if file.is_file() and read_json(file) != entry["files"][EVALUATION]:
             raise RunError(f"{file}: not what {RECORD} has of this run")
+
+
+def _examined(root: Path) -> None:
+    from pointsman_lab.exam.cell import is_whole
+    from pointsman_lab.exam.exam import collect, plan_in
+
+    plan = plan_in(root)
+    cells = collect(plan, root)
+    if lack := [one for one in plan.cells if one not in cells or not is_whole(cells[one], plan.seeds)]:
+        raise RunError(f"{root}: not finished: {lack[0][1]}, task {lack[0][0]} ({len(lack)} cells)")
 
 
 def _finished(root: Path) -> None:

@@ -30,7 +30,7 @@ def gathered_loads(
     done: dict[str, list[tuple[int, torch.Tensor]]] = {}
     open_: dict[str, tuple[int, torch.Tensor]] = {}
     for row in rows:
-        if row.get("kind") != "routing" or any(share is None for share in row["load"]):
+        if row.get("kind") != "routing" or "layer" not in row or None in (row.get("load") or [None]):
             continue
         layer = row["layer"]
         load = torch.tensor(row["load"], dtype=torch.float64) * row.get("tokens", 1)

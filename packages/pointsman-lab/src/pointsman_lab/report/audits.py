@@ -64,9 +64,10 @@ def load_maps(comparison: Comparison) -> dict[str, dict[str, Any]]:
     for run in (one for one in comparison.runs.values() if one.is_audit):
         layers = (read_object(run.path / AUDIT).get("layers") or {}).items()
         names = dict.fromkeys(name for _, of in layers for name in of.get("domains") or {})
-        shares = {"all": [(of.get("load") or {}).get("share") or [] for _, of in layers]}
+        every = {"all": [of.get("load") or {} for _, of in layers]}
         for name in names if len(names) > 1 else ():
-            shares[name] = [((of.get("domains") or {}).get(name) or {}).get("share") or [] for _, of in layers]
+            every.setdefault(name, [(of.get("domains") or {}).get(name) or {} for _, of in layers])
+        shares = {name: [[*map(finite, of.get("share") or [])] for of in each] for name, each in every.items()}
         if any(shares["all"]):
             found[run.router] = {"layers": [short_layer(name) for name, _ in layers], "of": shares}
     return found

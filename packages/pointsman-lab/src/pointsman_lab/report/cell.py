@@ -150,10 +150,10 @@ class Cell:
         return Cell({seed: own - other.values[seed] for seed, own in self.values.items() if seed in other.values})
 
 
-def by_pretraining(values: Mapping[int, float]) -> dict[int, float]:
-    """Seed of a pre-trained run -> the mean over its fine-tunings, whose seeds are s + 1000 j."""
-    seeds = dict.fromkeys(seed % REPEAT for seed in values)
-    return {one: statistics.fmean(value for seed, value in values.items() if seed % REPEAT == one) for one in seeds}
+def by_pretraining(values: Mapping[int, float], repeat: int = REPEAT) -> dict[int, float]:
+    """Seed of a pre-trained run -> the mean over its fine-tunings, whose seeds are s + 1000 j (`repeat` 1: all)."""
+    seeds = dict.fromkeys(seed % repeat for seed in values)
+    return {one: statistics.fmean(value for seed, value in values.items() if seed % repeat == one) for one in seeds}
 
 
 def significantly_best(cells: Mapping[str, Cell], *, lower_is_better: bool) -> set[str]:

@@ -94,6 +94,8 @@ def figure(run: RunRecord, table: PublishedTable, line: Line, column: Column) ->
         return None
     if re.search("XNLI-dev|dev reported", str(run.evaluation.get("protocol", {}).get("task"))):
         return None  # of an earlier version, whose `xnli` and `panx` read development sets
+    if column.task is None and dataset(run) != wanted:  # evaluated on it alone
+        return None
     rows = [row for row in rows_about(run, wanted) if column.task or row.get("split") == column.split]
     rows = [row for row in rows if (_is_papers_attack(row) if column.attacked else not row.get("attack"))]
     by_k = {int(k): row for row in reversed(rows) if (k := finite(row.get("top_k"))) is not None}

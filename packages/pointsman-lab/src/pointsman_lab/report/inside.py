@@ -200,7 +200,7 @@ def history_of(diagnosis: Found) -> list[dict[str, Any]]:
     found = []
     for place, (label, layers) in enumerate(line):
         step = label.rpartition("-")[2]
-        if step.isdigit():
+        if step.isdecimal() and len(step) < 16:
             values = {
                 name: {
                     "collapse": finite((layer.get("collapse") or {}).get("value")),

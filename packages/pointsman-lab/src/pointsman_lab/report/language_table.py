@@ -92,7 +92,8 @@ class LanguageTable(Forms):
         costs = {router: cost_of(run for run, _, _ in rows if run.router == router) for router in routers}
         costs = costs if any(costs.values()) else {}
         dense = frozenset(routers) - {run.router for run, _, result in rows if result.get("routers")}
-        return cls(name, list(columns), lines, metric(str(first["metric"])), note, floors, errors, costs, dense)
+        measure = metric(str(first.get("metric", "loss")))
+        return cls(name, list(columns), lines, measure, note, floors, errors, costs, dense)
 
     def at_floor(self, line: Line, column: str) -> bool:
         """Whether a figure is not above its floor by two standard errors."""

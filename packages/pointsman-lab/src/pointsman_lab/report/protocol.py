@@ -136,8 +136,12 @@ def _protocol_line(run: RunRecord) -> str:
 
 def pairing(comparison: Comparison) -> list[str]:
     """What all rows share, and which rows cannot be paired fully."""
-    if comparison.single or all(run.is_audit for run in comparison.runs.values()):
+    if comparison.single:
         return []
+    if all(run.is_audit for run in comparison.runs.values()):
+        read = {(str(run.config.get("data")), _protocol_line(run)) for run in comparison.runs.values()}
+        apart = "These audits read different texts, or read them differently: their figures are not comparable."
+        return [apart] if len(read) > 1 else []
     told = {name: _of_rows(values) for name, values in differing(comparison).items()}
     found = [
         f"{'Apart from what the settings named below change, r' if told else 'R'}ows of one seed see the same batches "

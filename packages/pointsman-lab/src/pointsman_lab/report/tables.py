@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ class ComparisonTable(Forms):
         baseline: the row that is subtracted in paired differences.
         audit: whether the rows are audits of models, which have no seeds and no costs.
         names: router -> what the tables call it. columns: titles of those that the table shows; () = all.
-        repeats: whether seeds s and s + 1000 j are fine-tunings of one run, which count once in what is bold.
+        repeats: fine-tunings whose seeds have the same rest by it are of one run, which counts once; 0: none are.
     """
 
     rows: Sequence[Row]
@@ -95,7 +96,7 @@ class ComparisonTable(Forms):
     baseline: str
     split: str = "test"
     audit: bool = False
-    repeats: bool = False
+    repeats: int = 0
     names: Mapping[str, str] = field(default_factory=dict)
     columns: Sequence[str] = ()
 
@@ -122,7 +123,8 @@ class ComparisonTable(Forms):
         ks = sorted({k for row in rows for k in row.quality})
         first = baseline or (comparison.routers[0] if comparison.routers else NONE)
         audit = bool(comparison.runs) and all(run.is_audit for run in comparison.runs.values())
-        measure, names_of = metric(names.pop() if names else "bits_per_character"), comparison.shown.get("names", {})
+        measure = metric(names.pop() if names else "bits_per_character")
+        names_of = {row: " ".join(name.split()) for row, name in comparison.shown.get("names", {}).items()}
         columns = comparison.shown.get("columns", ())
         table = cls(rows, ks, measure, first, split, audit, names=names_of)
         # one that was asked for may be gone: the k of the evaluation can change
@@ -142,10 +144,10 @@ class ComparisonTable(Forms):
         A baseline without routers has one figure, which is subtracted at every k.
         """
         base = next((row for row in self.rows if row.router == self.baseline), None)
-        if base is None:
+        if base is None or self.audit:  # audits have no seeds
             return {}
         own = {k: self.quality(base, k) for k in self.top_k}
-        if base.router_parameters is None and len(base.quality) == 1 and not self.audit:
+        if base.router_parameters is None and len(base.quality) == 1:
             own = dict.fromkeys(self.top_k, next(iter(base.quality.values())))
         others = [row for row in self.rows if row is not base]
         return {row.router: {k: self.quality(row, k).minus(own[k]) for k in self.top_k} for row in others}
@@ -154,7 +156,7 @@ class ComparisonTable(Forms):
         """The row with the best mean at this k, if it is `significantly_best` from every other row."""
         cells = {row.router: self.quality(row, top_k) for row in self.rows}
         if self.repeats:
-            cells = {router: Cell(by_pretraining(cell.values)) for router, cell in cells.items()}
+            cells = {router: Cell(by_pretraining(cell.values, self.repeats)) for router, cell in cells.items()}
         return significantly_best(cells, lower_is_better=self.metric.lower_is_better)
 
     @property
@@ -203,7 +205,7 @@ class ComparisonTable(Forms):
 
     def paired(self) -> dict[str, dict[int, Paired]]:
         """`differences` in printed units, intervals corrected for their number; of fine-tunings one value a run."""
-        pooled = by_pretraining if self.repeats else dict
+        pooled = partial(by_pretraining, repeat=self.repeats) if self.repeats else dict
         values = {
             router: {k: [value * self.metric.scale for value in pooled(cell.values).values()] for k, cell in of.items()}
             for router, of in self.differences().items()

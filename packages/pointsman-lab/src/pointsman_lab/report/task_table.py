@@ -61,6 +61,7 @@ class TaskTable(Forms):
     table: ComparisonTable
     protocol: Mapping[str, Any]
     routing: Mapping[str, Mapping[str, float | None]]
+    unlike: Sequence[str] = ()
 
     @classmethod
     def read(cls, path: Path, variant: str) -> TaskTable:
@@ -89,9 +90,11 @@ class TaskTable(Forms):
             Comparison(comparison.path, comparison.settings, routers, seeds, found),
             split=protocol.get("split", "test"),
         )
-        table = replace(table, repeats=True)
+        table = replace(table, repeats=REPEAT if len(comparison.seeds) > 1 else 1)
+        every = [run.evaluation.get("protocol") or {} for run in tuned if run.done]
+        unlike = sorted({key for one in every for key in {*one, *protocol} if one.get(key) != protocol.get(key)})
         routing = {router: routing_of([run for run in tuned if run.router == router]) for router in routers}
-        return cls(variant, table, protocol, routing)
+        return cls(variant, table, protocol, routing, unlike)
 
     @property
     def note(self) -> str:
@@ -100,7 +103,8 @@ class TaskTable(Forms):
         if not protocol:
             return "nothing has been fine-tuned yet"
         with suppress(AttributeError, LookupError, TypeError, ValueError):  # of a stranger's file
-            return self._words(protocol)
+            unlike = f"; rows differ in {', '.join(self.unlike)}: their figures are not comparable"
+            return self._words(protocol) + (unlike if self.unlike else "")
         return "the protocol is not recorded"
 
     @staticmethod

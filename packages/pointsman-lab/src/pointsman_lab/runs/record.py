@@ -168,7 +168,7 @@ class RunRecord:
 
 def label(router: Any) -> str:
     """A router setting (a spec, or a list of specs) as one spec."""
-    return "|".join(map(str, router)) if isinstance(router, list | tuple) else str(router)
+    return " ".join(("|".join(map(str, router)) if isinstance(router, list | tuple) else str(router)).split())
 
 
 def read_run(path: Path) -> RunRecord:

@@ -80,7 +80,7 @@ class MaskedLanguageModelling(TaskEntry):
         return read_text(spec, data_folder())
 
     def data_of(self, run: Any) -> str:
-        return str(run.config["data"]).rpartition("/")[2].partition(":")[0]
+        return str(run.config.get("data", "")).rpartition("/")[2].partition(":")[0]
 
 
 TASK = MaskedLanguageModelling()
