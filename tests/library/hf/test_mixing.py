@@ -268,6 +268,15 @@ def test_attention_that_is_not_known_is_refused_by_name() -> None:
         hf.replace_routers(zoo.tiny_model("mixtral"), "smoe+attention:heads=lowest-entropy-sequence")
 
 
+def test_an_adapter_on_the_output_projection_is_refused() -> None:
+    model = mixed("mixtral", "smoe+attention")
+    model(IDS)
+    attention = model.model.layers[0].self_attn
+    attention.o_proj = torch.nn.Sequential(attention.o_proj)  # as PEFT wraps it
+    with pytest.raises(ValueError, match="merge the adapter, or leave it out"):
+        model(IDS)
+
+
 def test_materialize_of_a_mixer() -> None:
     model = mixed("mixtral", "smoe+attention")
     with pytest.raises(ValueError, match=r"layers\.0.*mixer"):

@@ -284,6 +284,24 @@ ggml_debug:             ffn_moe_topk-0 = (i32)       VIEW(ffn_moe_argsort-0{8, 3
         from_llama_cpp(text.replace("[      0,       7]", "..."), EXPERTS)
     with pytest.raises(ValueError, match="no tensor"):
         from_llama_cpp("nothing", EXPERTS)
+    last = "ffn_moe_topk-1 = (i32) VIEW(a) = {2, 1, 1, 1}\n[ [\n[ 4, 6],\n] ]\n"  # whose logits were wanted
+    found = from_llama_cpp(text + last + text + last, EXPERTS)
+    assert found.lengths.tolist() == [6]
+    assert found.experts["1"].tolist() == [*[[-2, -2]] * 2, [4, 6]] * 2
+    with pytest.raises(ValueError, match="layers of other numbers of tokens"):
+        from_llama_cpp(text.replace("topk-0", "topk-2") + last, EXPERTS)
+    for wrong in ("2.7", "9" * 400):
+        with pytest.raises(ValueError, match=r"has a number that is no expert|experts must be"):
+            from_llama_cpp(text.replace("[      2, ", f"[  {wrong}, "), EXPERTS)
+
+
+def test_what_is_no_choice_of_experts_is_refused() -> None:
+    one, routed = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, EXPERTS, dtype=torch.bool)
+    for wrong in (routed, one + 0.9):
+        with pytest.raises(ValueError, match="experts are torch"):
+            from_megatron([wrong], EXPERTS)
+    with pytest.raises(ValueError, match=r"whole numbers .* are expected, got torch.bool"):
+        from_requests([routed[:, None]], EXPERTS)
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.int32])

@@ -195,6 +195,9 @@ def replay(model: nn.Module, trace: RoutingTrace, *, missing: Literal["refuse", 
         known = experts[experts != MISSING]
         if known.numel() and not of_model[name].first <= int(known.min()) <= int(known.max()) <= of_model[name].last:
             raise ValueError(f"replay: layer {name!r}: allowed experts are 0 to {of_model[name].last}")
+        ordered = experts.sort(-1).values
+        if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()):
+            raise ValueError(f"replay: layer {name!r}: a token has an expert twice")
         recorded[name] = torch.cat([torch.arange(experts.shape[1])[None], experts])
     rows = _Rows(model, trace)
 

@@ -41,7 +41,8 @@ def from_requests(
     lengths: list[int] = []
     for number, values in enumerate(routed):
         one = torch.as_tensor(values)
-        if one.dim() != 3 or one.is_floating_point() or (parts and one.shape[1:] != parts[0].shape[1:]):
+        plain = one.dim() == 3 and one.dtype != torch.bool and not one.is_floating_point()
+        if not plain or (parts and one.shape[1:] != parts[0].shape[1:]):
             wanted = list(parts[0].shape[1:]) if parts else ["layers", "k"]
             raise ValueError(f"request {number}: whole numbers [tokens, {wanted[0]}, {wanted[1]}] are expected, got "
                              f"{one.dtype} {list(one.shape)}")  # fmt: skip
@@ -109,12 +110,13 @@ _ROW = re.compile(r"\[([-\d, .]+)\]")
 
 
 def from_llama_cpp(text: str, num_experts: int) -> RoutingTrace:
-    """The text that `llama-eval-callback` prints, one sequence; each pass adds its tokens.
+    """The text that `llama-eval-callback` prints, one sequence; each pass adds its tokens. In its last layer llama.cpp
+    computes only those of a pass whose logits it wants: where that is one, the others are `MISSING` there.
 
     Raises:
         ValueError: no such tensor, or one that was printed in part ("..."): long tensors need a build that prints all.
     """
-    layers: dict[int, list[list[int]]] = {}
+    layers: dict[int, list[list[list[int]]]] = {}
     lines = text.splitlines()
     for number, line in enumerate(lines):
         found = _TENSOR.search(line)
@@ -129,16 +131,23 @@ def from_llama_cpp(text: str, num_experts: int) -> RoutingTrace:
             if "..." in below:
                 raise ValueError(f"line {number + 1}: ffn_moe_topk-{layer} was printed in part ('...')")
             if row:
-                rows.append([int(float(value)) for value in row[1].split(",") if value.strip()])
+                values = [float(value) for value in row[1].split(",") if value.strip()]
+                if not all(value.is_integer() for value in values):  # infinity is none
+                    raise ValueError(f"line {number + 1}: ffn_moe_topk-{layer} has a number that is no expert")
+                rows.append([int(value) for value in values])
         if len(rows) != tokens or any(len(row) != k for row in rows):
             raise ValueError(f"line {number + 1}: ffn_moe_topk-{layer} should have {tokens} rows of {k}")
-        layers.setdefault(layer, []).extend(rows)
-    counts = {len(rows) for rows in layers.values()}
-    if len(counts) != 1:
-        raise ValueError("layers of other numbers of tokens" if counts else "no tensor ffn_moe_topk-L in the text")
+        layers.setdefault(layer, []).append(rows)
+    if len({len(passes) for passes in layers.values()}) != 1:
+        raise ValueError("layers of other numbers of passes" if layers else "no tensor ffn_moe_topk-L in the text")
+    sizes = [max(map(len, each)) for each in zip(*layers.values(), strict=True)]
+    whole: dict[str, list[list[int]]] = {}
+    for layer, passes in sorted(layers.items()):
+        for rows, size in zip(passes, sizes, strict=True):
+            if len(rows) < size and (len(rows) != 1 or layer != max(layers)):
+                raise ValueError("layers of other numbers of tokens")
+            whole.setdefault(str(layer), []).extend([[MISSING] * len(rows[0])] * (size - len(rows)) + rows)
     return RoutingTrace(
-        experts={str(layer): torch.tensor(rows) for layer, rows in sorted(layers.items())},
-        num_experts={str(layer): num_experts for layer in sorted(layers)},
-        lengths=torch.tensor([counts.pop()]),
-        origin="llama.cpp",
-    )
+        experts={name: torch.tensor(rows) for name, rows in whole.items()},
+        num_experts=dict.fromkeys(whole, num_experts), lengths=torch.tensor([sum(sizes)]), origin="llama.cpp",
+    )  # fmt: skip

@@ -64,6 +64,8 @@ class RoutingTrace:
             for layer, values in getattr(self, part).items():
                 if layer not in self.experts or layer not in self.num_experts:
                     raise ValueError(f"layer {layer!r} has {part} and no experts, or no number of experts")
+                if values.dtype == torch.bool or values.is_floating_point() != PARTS[part].is_floating_point:
+                    raise ValueError(f"layer {layer!r}: {part} are {values.dtype}")
                 if values.dim() != 2 or len(values) != tokens:
                     raise ValueError(f"layer {layer!r}: {part} must be [{tokens}, k], got {list(values.shape)}")
                 width = self.num_experts[layer] if part == "logits" else self.top_k(layer)

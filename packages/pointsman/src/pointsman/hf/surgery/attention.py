@@ -80,6 +80,9 @@ class Tracer:
         result = output[0] if isinstance(output, tuple) else output
         heads, width = query.shape[1], value.shape[-1]
         weight = self.projection.get_parameter("weight")
+        if weight.dtype.itemsize < 2 or all(one is not self.projection for one in module.children()):
+            raise ValueError("attention-informed routing reads the output projection's own weight: an adapter or "
+                             "quantised numbers are not in that; merge the adapter, or leave it out")  # fmt: skip
         if weight.shape[1] != heads * width:
             raise ValueError(f"{type(module).__name__} does not project {heads} heads of width {width} into its output")
         groups = heads // key.shape[1]
