@@ -26,10 +26,11 @@ from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.report.task_table import TaskTable, finetunings, variants
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.training.tune import CURVE, edges
-from tools.results.claims import Page, Tested
+from tools.results.claims import Page
 from tools.results.claims_file import CLAIMS, read_toml
 from tools.results.grids import tuned_rows
 from tools.results.measures import DIAGNOSED, UNITS, Measure
+from tools.results.tested import Tested
 from tools.results.trends import read_trends, write_trends
 
 DENSE = "A dense row stands at the largest k, and so does its difference; the claims compare it at a k that they name."

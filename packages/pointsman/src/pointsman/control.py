@@ -167,7 +167,7 @@ def added_up(model: nn.Module, ranks: Ranks) -> Callable[[Sequence[Tensor]], Non
     a warning, so that their states stay alike. Every rank must call it: it waits for the device."""
     routers = list(dict.fromkeys(router for _, router in named_routers(model)))
     if ranks.count > 1 and any(router.needs_step_end for router in routers):
-        if sorting := [one for one in routers if "bins=0" in one.select.one_process and not one.frozen]:
+        if sorting := [one for one in routers if not (one.select.adds_up or one.frozen)]:
             raise ValueError(f"step_end: {sorting[0].spec}: {sorting[0].select.one_process}")
         device = next((one.device for router in routers for one in router.buffers()), next(model.parameters()).device)
         sums = [[tuple(value.shape) for value in router.gathered()] for router in routers]

@@ -121,14 +121,13 @@ class ComparisonTable(Forms):
         split = shown.pop() if shown else split
         rows = [_row(comparison, router, split) for router in comparison.routers]
         ks = sorted({k for row in rows for k in row.quality})
-        first = baseline or (comparison.routers[0] if comparison.routers else NONE)
+        first = baseline or next(iter(comparison.routers), NONE)
         audit = bool(comparison.runs) and all(run.is_audit for run in comparison.runs.values())
         measure = metric(names.pop() if names else "bits_per_character")
         names_of = {row: " ".join(name.split()) for row, name in comparison.shown.get("names", {}).items()}
-        columns = comparison.shown.get("columns", ())
         table = cls(rows, ks, measure, first, split, audit, names=names_of)
         # one that was asked for may be gone: the k of the evaluation can change
-        return replace(table, columns=[name for name in columns if name in table.header[1:]])
+        return replace(table, columns=[one for one in comparison.shown.get("columns", ()) if one in table.header[1:]])
 
     def label(self, router: str) -> str:
         """What the tables call a router."""

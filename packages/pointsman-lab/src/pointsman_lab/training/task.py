@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -215,6 +215,11 @@ class Task(ABC):
 def evaluated_k(config: RunConfig) -> set[int]:
     """The values of k that an evaluation by these settings has: a baseline's is its number of experts."""
     return {config.model.num_experts} if has_one_k(config.model.router) else set(config.eval_top_k)
+
+
+def shown_k(config: RunConfig, kept: Collection[int]) -> int:
+    """The k whose predictions are written: that of training, of a schedule the last; else the largest."""
+    return config.top_k_schedule.high if config.top_k_schedule.high in kept else max(kept)
 
 
 def pretraining_task(config: RunConfig, progress: DataProgress | None = None, vocabulary: Any = None) -> Task:

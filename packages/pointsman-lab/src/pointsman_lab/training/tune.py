@@ -23,7 +23,6 @@ from pointsman_lab.runs.comparison import read_comparison, read_plan
 from pointsman_lab.runs.paths import slug
 from pointsman_lab.training.compare import Plan, merged
 from pointsman_lab.training.config import settings as all_settings
-from pointsman_lab.training.k_schedule import parse_top_k
 from pointsman_lab.training.settings import without_effect
 
 SEEDS = (1000, 1001, 1002)
@@ -140,7 +139,7 @@ def tuned(
             if (other := became.setdefault(spec, row)) != row:
                 raise RunError(f"--tune {ROUTER}: {other} and {row} may both become {spec}; leave one of them out")
     curve: dict[str, dict[str, list[Any]]] = {row: {_text(one): [] for one in left[row]} for row in rows}
-    k = parse_top_k(plan.base.train_top_k, plan.base.model.num_experts)[-1]
+    k = plan.base.top_k_schedule.high
     for share in SHARES:
         steps, seeds = max(1, plan.base.steps // share), SEEDS if share == SHARES[-1] else SEEDS[:1]
         for choice in every:

@@ -25,7 +25,7 @@ from pointsman_lab.tasks.crosslingual.scores import Prediction, Score, metric_of
 from pointsman_lab.tasks.crosslingual.xtreme import XTREME, Item
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.objectives import Objective, class_loss, logits_alone, objective_of
-from pointsman_lab.training.task import Batches
+from pointsman_lab.training.task import Batches, shown_k
 
 NEVER = -1e4
 """The logit of a place in the padding: as good as minus infinity, without its nan in differences."""
@@ -215,8 +215,7 @@ class CrossLingual(FineTuning):
         """Predictions at the k of training, else the largest, in the form that XTREME's scorer reads."""
         if not self._kept:
             return {}
-        high = config.top_k_schedule.high
-        own = high if high in self._kept else max(self._kept)
+        own = shown_k(config, self._kept)
         (split, parts), ending = self._scored, "json" if self.data.kind == "questions" else "tsv"
         return {
             f"predictions/{self.name}/{split}-{language}.{ending}": submission(parts[language].items, given)

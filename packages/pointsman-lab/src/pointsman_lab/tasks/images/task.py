@@ -22,7 +22,7 @@ from pointsman_lab.tasks.images.vit import VisionTransformerConfig
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.kernels import autocast
 from pointsman_lab.training.objectives import Loss, Objective, Outcome, logits_alone, objective_of
-from pointsman_lab.training.task import Batches, Observed, Task
+from pointsman_lab.training.task import Batches, Observed, Task, shown_k
 
 TOP_5_FROM = 50  # classes from which top-5 accuracy is reported
 
@@ -179,8 +179,7 @@ class ImageClassification(Task):
 
     def result_files(self, config: RunConfig) -> Mapping[str, str]:
         """Class, prediction and confidence of every image at the k of training, if they were kept."""
-        own = {k: text for k, text in self._kept.items() if k == config.top_k_schedule.high} or self._kept
-        return {"predictions/images.csv": HEADER + own[max(own)]} if own else {}
+        return {"predictions/images.csv": HEADER + self._kept[shown_k(config, self._kept)]} if self._kept else {}
 
     def budget(self, config: RunConfig, tokens: int | None) -> int | None:
         """How many images have so many tokens; at least one."""

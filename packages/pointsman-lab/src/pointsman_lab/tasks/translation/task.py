@@ -22,7 +22,7 @@ from pointsman_lab.tasks.translation.data import Pairs, ParallelText, ids_of, op
 from pointsman_lab.tasks.translation.model import LENGTH_PENALTY, LONGER, MORE, TranslationConfig, search
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.objectives import Objective, class_loss, logits_alone, objective_of
-from pointsman_lab.training.task import Batches, Observed, Task, target_nats
+from pointsman_lab.training.task import Batches, Observed, Task, shown_k, target_nats
 
 TOKENS_A_SENTENCE = 20
 """`eval_tokens` and `valid_tokens` count sentences as so many tokens."""
@@ -174,8 +174,7 @@ class Translation(Task):
         them."""
         if not self._kept:
             return {}
-        high = config.top_k_schedule.high
-        own = high if high in self._kept else max(self._kept)
+        own = shown_k(config, self._kept)
         target = self.text.target
         files = {}
         for language, found in self._kept[own].items():

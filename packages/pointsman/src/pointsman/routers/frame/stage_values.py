@@ -36,6 +36,7 @@ class Stage(nn.Module):
         needs_step_end: whether training without `step_end` is a mistake.
         ranks: who shares the batch; set by `parallel.parallelize`.
         one_process: why several processes cannot train it; "" = they can.
+        adds_up: whether what it counts may be added up over processes.
         sums: name -> sum of a statistic over the micro-batches since the last `step_end`.
     """
 
@@ -49,6 +50,7 @@ class Stage(nn.Module):
     needs_step_end: bool = False
     ranks: Ranks = ALONE
     one_process: str = ""
+    adds_up: bool = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -187,7 +187,7 @@ class BiasedTopK(Selector):
         self.groups, self.kept, self.group_score = groups, kept, group_score
         self.overrides = frozenset({"mixer"}) if on_logits else frozenset()  # mixers hand on probabilities only
         if getattr(update, "bins", None) == 0:
-            self.one_process = "bins=0 sorts in one process only; use bins=1000"
+            self.adds_up, self.one_process = False, "bins=0 sorts in one process only; use bins=1000"
         self.needs_step_end = update is not None
         self.bias: Tensor
         self.register_buffer("bias", bias)
