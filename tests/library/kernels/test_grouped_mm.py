@@ -165,6 +165,34 @@ def test_compiles_to_one_graph(problem: Callable[..., Any], dtype: torch.dtype) 
         assert torch.equal(got, expected)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
+def test_a_graph_hands_over_strides_that_a_gpu_takes(
+    problem: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of outer products, [m, S] times [S, n], rows must lie one after another: in a graph, `F.grouped_mm` itself was
+    once given a left operand whose columns did, and ended on the device."""
+    case, strides = problem(dtype=torch.bfloat16), []
+    original = torch.nn.functional.grouped_mm
+
+    def seen(left: Tensor, right: Tensor, **options: Any) -> Tensor:
+        strides.append((left.stride(), right.stride()))
+        return original(left, right, **options)
+
+    monkeypatch.setattr(grouped_mm.F, "grouped_mm", seen)
+
+    def layer(hidden: Tensor, weights: Tensor, expert: Tensor, *tensors: Tensor) -> Tensor:
+        return grouped_mm.apply(hidden, weights, None, expert, ExpertParameters(*tensors), "relu", 0.0)
+
+    torch._dynamo.reset()
+    inputs = (case.hidden, case.weights, case.routing.experts, *case.parameters)
+    compiled = torch.compile(layer, fullgraph=True, backend="inductor")
+    torch.autograd.grad(compiled(*inputs), case.leaves, torch.randn(40, 24, dtype=torch.bfloat16))
+    in_graphs, strides[:] = list(strides), []
+    torch.autograd.grad(layer(*inputs), case.leaves, torch.randn(40, 24, dtype=torch.bfloat16))
+    assert len(in_graphs) == len(strides) >= 5
+    assert sorted(in_graphs) == sorted(strides)  # Inductor orders them as it likes
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 class TestOnDevice:
