@@ -102,7 +102,8 @@ class Pages:
             )
             parts += [f"## {question['title']}", question.get("note", ""), answers.markdown(),
                       f"![{question['alt']}](pictures/{question['picture']}.svg)"]  # fmt: skip
-        parts += ["## The grids", "A grid is one paired comparison; its page has every table.", grids.markdown()]
+        what = "A grid is one paired comparison; its page has every table, "
+        parts += ["## The grids", what + "`pointsman report records/GRID` draws its curves.", grids.markdown()]
         return joined(*(part.strip() for part in parts))
 
 

@@ -51,11 +51,13 @@ verdict. The models are tiny: verdicts are about this size.
 
 Bold: verdicts of primary families, beside them that of a plain t-test, corrected likewise, where it is another. No
 interval holds what the choice of learning rates adds: it rests on one seed, or, where the grid's page says so, on one
-seed down to the settings of the last round and on three between these. Exploratory grids were looked at while their
-seeds came in, so their p-values are too small by an unknown amount, and their verdicts only suggest what to ask next.
-[The protocol](protocol.md) says what was fixed before the runs. A note after a verdict has its figures in the sections
-Rates and Balance, or in other grids' lines. A star marks a claim that entered when its records were there already.
-Each grid's page has its command; claims.toml in `records/` has all.
+seed down to the settings of the last round and on three between these. Where rates were chosen twice, the figure is of
+the second choice; that of the first stands behind the verdict, with its own where it is another, and a claim is decided
+only where both say the same. Exploratory grids were looked at while their seeds came in, so their p-values are too
+small by an unknown amount, and their verdicts only suggest what to ask next. [The protocol](protocol.md) says what was
+fixed before the runs. A note after a verdict has its figures in the sections Rates and Balance, or in other grids'
+lines. A star marks a claim that entered when its records were there already. Each grid's page has its command;
+claims.toml in `records/` has all.
 """
 
 

@@ -65,8 +65,9 @@ class Tested:
         text = ""
         if self.judged and self.first:
             one, two = self.first, self.judged
-            text = f"; first choice of rates: {interval(one.values, one)}, {one.verdict}"
-            text += f"; second: {two.verdict}" if two.verdict != one.verdict else ""
+            text = f"; first choice of rates: {interval(one.values, one)}"
+            text += f", {one.verdict}" if one.verdict != two.verdict else ""
+            text += f"; second: {two.verdict}" if two.verdict not in (one.verdict, self.verdict) else ""
         other = _agreed(self.plain, self.plain_first) if self.plain else self.verdict
         text += f"; by a plain t-test {other}" if other != self.verdict else ""
         return text + (f"; {self.claim.note}" if self.claim.note and self.judged else "")
