@@ -39,8 +39,7 @@ def best_tokens(choice: Tensor, mask: Tensor | None, each: float) -> tuple[Tenso
         exact = torch.float32 if mask.device.type == "mps" else torch.float64  # which has nothing better
         real = mask.sum(1, dtype=exact)
         limit = torch.minimum(torch.ceil(each * real - ROUNDING), real)
-        taken = torch.arange(capacity, device=choice.device) < limit[:, None]
-        taken = taken.reshape(-1).repeat(num_experts)
+        taken = (torch.arange(capacity, device=choice.device) < limit[:, None]).reshape(-1).repeat(num_experts)
         token, expert = token[taken], expert[taken]
     member = torch.zeros(groups * tokens, num_experts, dtype=torch.bool, device=choice.device)
     member[token, expert] = True
@@ -73,8 +72,7 @@ class ExpertsChoose(Selector):
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> Selection:
         probs, mask = scores.probs, context.padding_mask
-        choice = probs  # tokens are compared: logits of different tokens cannot be
-        own = slice(0, probs.shape[0] * probs.shape[1])
+        choice, own = probs, slice(None)  # tokens are compared: logits of different tokens cannot be
         if self.group == "batch":
             choice, mask, own = self.whole_batch(choice.detach(), mask)
         token, expert, member = best_tokens(choice, mask, k / probs.shape[-1])

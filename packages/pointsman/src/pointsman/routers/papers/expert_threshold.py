@@ -60,8 +60,7 @@ class AboveThreshold(Selector):
         if k == self.num_experts:
             member = torch.ones_like(member)
         every = torch.arange(self.num_experts, device=probs.device)
-        weights = torch.where(member, probs, 0)
-        weights = self.renormalized(weights)
+        weights = self.renormalized(torch.where(member, probs, 0))
         statistics = {}
         if self.training:
             mask = None if context.padding_mask is None else context.padding_mask.reshape(-1)

@@ -35,19 +35,15 @@ def build_hypernetwork(
     embed_dim: int, hyper_dim: int, dim: int, outputs: int, init: str, each: bool, bias: bool = True
 ) -> nn.Module:
     """H(e) = W2 relu(W1 e + b1) + b2 for `outputs` experts; see `hyperrouter` for `init`."""
-    if init == "normal":
-        return nn.Sequential(
-            FrozenLinear(embed_dim, hyper_dim), nn.ReLU(), FrozenLinear(hyper_dim, outputs * (dim + 1))
-        )
-    # E[relu^2] is the mean square of what enters: 1, or 2 for e + a_i
-    units = hyper_dim * (2 if each else 1)
-    std = torch.full((outputs, dim + 1, 1), ((2 if bias else 1) * dim * units) ** -0.5)
-    std[:, -1] = (2 * units) ** -0.5
-    return nn.Sequential(
-        FrozenLinear(embed_dim, hyper_dim, (2 / embed_dim) ** 0.5),
-        nn.ReLU(),
-        FrozenLinear(hyper_dim, outputs * (dim + 1), std.view(-1, 1)),
-    )
+    first: float = INIT_STD
+    second: float | Tensor = INIT_STD
+    if init == "hyperfan":
+        units = hyper_dim * (2 if each else 1)  # E[relu^2] is the mean square of what enters: 1, or 2 for e + a_i
+        each_row = torch.full((outputs, dim + 1, 1), ((2 if bias else 1) * dim * units) ** -0.5)
+        each_row[:, -1] = (2 * units) ** -0.5
+        first, second = (2 / embed_dim) ** 0.5, each_row.view(-1, 1)
+    layers = FrozenLinear(embed_dim, hyper_dim, first), nn.ReLU(), FrozenLinear(hyper_dim, outputs * (dim + 1), second)
+    return nn.Sequential(*layers)
 
 
 class HyperScorer(Scorer):

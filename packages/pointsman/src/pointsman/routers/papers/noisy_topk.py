@@ -43,8 +43,7 @@ class Noisy(Scorer):
             hidden = upcast(hidden)  # once, so that the two gradients are not added in half precision
             scored = Scored.of(super().forward(hidden, context))
             clean, noise = scored.logits, linear(hidden, self.noise_weight)
-        std = F.softplus(noise)
-        std = std + self.epsilon if self.epsilon else std
+        std = F.softplus(noise) + self.epsilon
         logits = clean + std * randn_like(clean, self.ranks) if self.training else clean
         return replace(scored, logits=logits, extra={**scored.extra, "clean": clean, "std": std})
 

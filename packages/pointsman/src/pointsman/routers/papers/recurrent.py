@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Literal, cast
 
@@ -18,14 +17,8 @@ from pointsman.routing import RoutingContext
 NORM_EPS = 1e-5
 
 
-class Map(nn.Module):
-    """W x + b in the dtype of x, which routers compute in; starts as nn.Linear."""
-
-    def __init__(self, width_in: int, width_out: int, bias: bool = True) -> None:
-        super().__init__()
-        bound = 1 / math.sqrt(width_in)
-        self.weight = nn.Parameter(torch.empty(width_out, width_in).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.empty(width_out).uniform_(-bound, bound)) if bias else None
+class Map(nn.Linear):
+    """W x + b in the dtype of x, which routers compute in."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return linear(hidden, self.weight, self.bias)

@@ -44,13 +44,12 @@ class Positive(Selector):
         experts = top_k(gates, k)
         weights = gates.gather(-1, experts)
         experts = experts.masked_fill(weights <= 0, -1)
-        weights = self.renormalized(weights)
         statistics = {}
         if self.training:
             active, mask = gates.detach() > 0, context.padding_mask
             real = torch.ones_like(active[:, :1]) if mask is None else mask.reshape(-1, 1)
             statistics = {"active": (active & real).sum(), "tokens": real.sum()}
-        return Selection(experts, weights, statistics=statistics)
+        return Selection(experts, self.renormalized(weights), statistics=statistics)
 
     def loss(self, given: LossInput) -> Tensor:
         """lambda (1/N) sum_n sum_e f_e R_ne; the gradient goes through R, not through f."""

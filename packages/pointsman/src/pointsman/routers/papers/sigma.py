@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pointsman.ops.drawing import own_rows
+from pointsman.ops.drawing import rand_like
 from pointsman.ops.selection import top_k
 from pointsman.routers.frame.entries import BelowOne, LayerSpec, NotNegative, register_router
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scores
@@ -31,17 +31,11 @@ class DroppedTopK(Selector):
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
         choice, probs = scores.choice.flatten(0, 1), scores.probs.flatten(0, 1)
-        dropped = None
         if self.training and self.dropout:
-            dropped = own_rows(lambda shape: torch.rand(shape, device=choice.device), choice.shape, self.ranks)
-            dropped = dropped < self.dropout
-            choice = choice.masked_fill(dropped, -math.inf)
+            choice = choice.masked_fill(rand_like(choice.float(), self.ranks) < self.dropout, -math.inf)
         experts = top_k(choice, k)
-        weights = probs.gather(-1, experts)
-        if dropped is not None:
-            none = dropped.gather(-1, experts)
-            experts, weights = experts.masked_fill(none, -1), weights.masked_fill(none, 0)
-        return experts, self.renormalized(weights)
+        none = choice.gather(-1, experts).isneginf()
+        return experts.masked_fill(none, -1), self.renormalized(probs.gather(-1, experts).masked_fill(none, 0))
 
 
 def negative_entropy(given: LossInput) -> Tensor:

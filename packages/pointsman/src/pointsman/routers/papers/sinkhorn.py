@@ -69,8 +69,7 @@ class Sinkhorn(Selector):
 
     def __init__(self, temperature: float, iterations: int, group: str, renormalize: bool) -> None:
         super().__init__()
-        self.temperature, self.iterations = temperature, iterations
-        self.group, self.renormalize = group, renormalize
+        self.temperature, self.iterations, self.group, self.renormalize = temperature, iterations, group, renormalize
         self.training_batch_invariant = group == "sequence"
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:

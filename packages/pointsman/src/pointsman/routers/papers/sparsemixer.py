@@ -21,19 +21,20 @@ from pointsman.routing import RoutingContext
 
 
 class DrawnWeight(torch.autograd.Function):
-    """Forward: w = b q_D. Backward, whatever b was: dw/dz_i = gain q_D ([i = D] - q_i), times `slope` of the token."""
+    """Forward: w = b q_D. Backward, whatever b was: dw/dz_i = gain q_D ([i = D] - q_i), times `slope`."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, q: Tensor, drawn: Tensor, factor: Tensor, slope: Tensor) -> Tensor:
-        ctx.save_for_backward(q, drawn, slope)
+    def forward(ctx: Any, logits: Tensor, q: Tensor, drawn: Tensor, factor: Tensor, slope: float) -> Tensor:
+        ctx.save_for_backward(q, drawn)
+        ctx.slope = slope
         return q.gather(-1, drawn) * factor
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, drawn, slope = ctx.saved_tensors
+        q, drawn = ctx.saved_tensors
         chosen = q.gather(-1, drawn)
         direction = (-chosen * q).scatter_add(-1, drawn, chosen)
-        return grads[0] * slope * direction, None, None, None, None
+        return grads[0] * ctx.slope * direction, None, None, None, None
 
 
 class Drawn(Selector):
@@ -81,13 +82,8 @@ class Drawn(Selector):
         sums = q.cumsum(-1)
         drawn = (sums < place * sums[:, -1:]).sum(-1, keepdim=True)
         first = drawn == largest
-        if self.version == 2:
-            factor = torch.where(first | (luck > 0.75), 1.0, 1 / 3)
-            slope = torch.ones_like(best)
-        else:
-            factor = torch.where(first | (luck > 0.5), 1.0, 0.5)
-            slope = torch.full_like(best, 2.0)
-        factor, slope = factor.to(q.dtype), slope.to(q.dtype)
+        least, chance, slope = (1 / 3, 0.75, 1.0) if self.version == 2 else (0.5, 0.5, 2.0)
+        factor = torch.where(first | (luck > chance), 1.0, least).to(q.dtype)
         return drawn, DrawnWeight.apply(left, q, drawn, factor, slope)  # type: ignore[no-untyped-call]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pointsman.ops.drawing import own_rows, randn_like
 from pointsman.ops.linear import upcast
+from pointsman.ops.selection import members
 from pointsman.routers.frame.entries import LayerSpec, NotNegative, Positive, Probability, Whole, register_router
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores
 from pointsman.routers.frame.stages import GATES, Scorer, Selector, Stages, extended, linear
@@ -125,10 +126,7 @@ def projections(given: LossInput) -> Tensor:
     products = given.extra["products"].to(given.logits.dtype)
     squares = products.diagonal(dim1=1, dim2=2)  # [N, E]
     each = products.abs() * (squares.clamp_min(EPS**2).sqrt() / (squares + EPS))[:, None]
-    chosen = torch.zeros_like(given.logits).scatter_add(
-        1, given.experts.clamp_min(0), (given.experts >= 0).to(each.dtype)
-    )
-    chosen = chosen[:, : given.num_experts]
+    chosen = members(given.experts, given.logits.shape[-1])[:, : given.num_experts].to(each.dtype)
     others = 1 - torch.eye(given.num_experts, dtype=each.dtype, device=each.device)
     return given.token_mean((each * others * chosen[:, :, None] * chosen[:, None]).sum((1, 2))[:, None]).sum()
 
@@ -162,8 +160,7 @@ def smoe(
     if orthogonality:
         if layer.columns == 1 or layer.top_k == 1:
             raise ValueError("smoe: orthogonality needs two experts a token: top_k=1")
-        score = extended(stages.score, Answering)
-        stages = replace(stages, score=score)
+        stages = replace(stages, score=extended(stages.score, Answering))
         losses["orthogonality"] = Loss(projections, orthogonality)
     return replace(stages, losses=losses, eta=eta)
 

@@ -109,8 +109,7 @@ def xmoe(
     gate: softmax over all experts, or a sigmoid for each.
     tau0: temperature of the balance loss, and the first value of the gate's (none = 0.3 for softmax, 0.07 for sigmoid).
     """
-    if routing_dim is None:
-        routing_dim = max(2, layer.num_experts // 2)
+    routing_dim = max(2, layer.num_experts // 2) if routing_dim is None else routing_dim
     if routing_dim == 1 and normalize:
         raise ValueError("xmoe: option routing_dim=1: allowed are whole numbers from 2: on a line cosines are signs")
     tau0 = TAU0[gate] if tau0 is None else tau0
@@ -134,8 +133,5 @@ def xmoe_torchscale(layer: LayerSpec, *, routing_dim: FromTwo = 16, expert_norm:
     routing_dim: width of the space.
     expert_norm: the norm of the expert embeddings.
     """
-    return Stages(
-        CosineScorer(
-            layer.dim, layer.columns, routing_dim, expert_norm=expert_norm, normalize_tokens=False, orthogonal=True
-        )
-    )
+    sizes = layer.dim, layer.columns, routing_dim
+    return Stages(CosineScorer(*sizes, expert_norm=expert_norm, normalize_tokens=False, orthogonal=True))
