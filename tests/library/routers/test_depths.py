@@ -53,3 +53,9 @@ def test_one_expert_takes_an_eighth_of_the_tokens() -> None:
     routing = router(torch.randn(2, 32, 4))
     assert (routing.experts >= 0).view(2, 32).sum(1).tolist() == [4, 4]
     assert torch.equal(routing.weights[routing.experts >= 0], routing.logits[routing.experts >= 0])
+
+
+def test_under_a_mixer_evaluation_goes_by_the_scores_that_training_teaches() -> None:
+    router = router_for("depths+uniform", k=1, experts=1).eval()
+    routing = route(router, inputs()[0])
+    assert torch.equal(routing.experts >= 0, routing.logits > 0)

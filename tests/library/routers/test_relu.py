@@ -92,3 +92,10 @@ def test_a_token_may_have_no_expert() -> None:
     with torch.no_grad():
         layer.router.score.weight.fill_(-1)
     assert not layer(torch.ones(1, 3, 5)).any()
+
+
+def test_under_a_mixer_the_penalty_follows_the_gates_that_it_moves() -> None:
+    router = router_for("relu+similarity")
+    routing = route(router, inputs()[0])
+    counted = routing.statistics["select.active"]
+    assert counted == (routing.unmixed > 0).sum() < (routing.probs > 0).sum()

@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pointsman import AttentionTrace, RoutingContext, build_router
+from pointsman import AttentionTrace, MoE, RoutingContext, build_router
+from pointsman._errors import RunError
 from pointsman.ops.relative import RelativeBias
+from pointsman.parallel import Layout
+from pointsman.parallel.shard import check_layers
 from pointsman.routers.mutual.token_mixer import TokenMixer
 from pointsman.routing import RouterState
 
@@ -391,3 +394,27 @@ def test_the_controls_are_a_mean_and_the_similarities_of_the_next_sequence(
     identity = torch.eye(DIM, dtype=torch.float64)
     assert_same(got, similarity(case, u, identity, 0.1), [case.probs, case.hidden])
     assert torch.equal(carry["tokens"][:, past:], case.hidden.detach())
+
+
+@pytest.mark.parametrize("bias", ["relative", "opaque"])
+@pytest.mark.parametrize("biases", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("heads", ["lowest-entropy", "lowest-entropy-sequence", "all"])
+def test_attention_in_half_precision(heads: str, biases: torch.dtype, bias: str) -> None:
+    """As autocast gives it; the biases may be parameters, which autocast leaves as they are."""
+    case, half = Case(True, False, False, "relative"), torch.bfloat16
+    query, key, value, output = (part.to(half) for part in (case.query, case.key, case.value, case.output))
+    native = RelativeBias(query, key, case.relative[0].to(half), *(one.to(biases) for one in case.relative[1:]), 0.5)
+    function = native if bias == "relative" else lambda *rows: native(*rows)
+    trace = AttentionTrace(query, key, value, case.out_weight.float(), output, 0.5, function)
+    mix = build_router(f"smoe+attention:heads={heads}", dim=DIM, num_experts=EXPERTS).mix
+    context, probs = replace(case.context, attention=trace), case.probs.float()
+    mixed = mix(probs, case.hidden.float(), context)[0]
+    assert mixed.dtype == torch.float32
+    mixed.sum().backward()
+    assert all(one.grad is not None for one in case.relative)
+
+
+def test_the_next_sequence_of_the_batch_must_not_be_another_ranks() -> None:
+    layers = torch.nn.Sequential(MoE(DIM, 4, 4, router="smoe+shuffled"))
+    with pytest.raises(RunError, match="trains in one process: the next sequence of the batch"):
+        check_layers(layers, Layout(2))

@@ -55,7 +55,7 @@ class RelativeBias:
 
     def __call__(self, start: int, stop: int) -> Tensor:
         """[B, H, stop - start, S]."""
-        content = self.scale * (self.key @ self.content_bias[:, :, None]).transpose(2, 3)
+        content = self.scale * (self.key @ self.content_bias[:, :, None].to(self.key.dtype)).transpose(2, 3)
         return self.position(start, stop) + content
 
     def position(self, start: int, stop: int) -> Tensor:
@@ -65,7 +65,7 @@ class RelativeBias:
         seen = keys - length + stop
         rows = (self.query[:, :, start:stop] + self.position_bias[:, None]) * self.scale
         # heads first: one matrix product a head, over the rows of all sequences
-        rows, positions = rows.transpose(0, 1).flatten(1, 2), self.positions[:, keys - seen :]
+        rows, positions = rows.transpose(0, 1).flatten(1, 2), self.positions[:, keys - seen :].to(rows.dtype)
         width = distances(seen, rows.device)
         if rows.shape[1] < self.positions.shape[2]:  # negative distances on the side where padding copies less
             products = F.pad(rows @ positions.transpose(1, 2), (0, width - seen))

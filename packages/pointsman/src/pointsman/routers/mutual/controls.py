@@ -52,6 +52,7 @@ class ShuffledInform(SimilarityInform):
     """
 
     batch_invariant = False
+    one_process = "the next sequence of the batch may be another rank's"
 
     def _tensors(self, given: Given) -> tuple[Similarity, tuple[Tensor, ...], tuple[Tensor, ...]]:
         prepare, batched, shared = super()._tensors(given)

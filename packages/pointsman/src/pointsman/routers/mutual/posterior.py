@@ -66,7 +66,7 @@ class _PreparePrior:
     relative: bool
 
     def __call__(self, *tensors: Tensor) -> Prepared:
-        query, key, *relative = tensors
+        query, key, *relative = (tensor.to(tensors[0].dtype) for tensor in tensors)
         relative_bias = _relative(query, key, self.scale, *relative) if self.relative else (None, None, None)
         return Prepared(query * self.scale, key, None, *relative_bias)
 

@@ -39,7 +39,8 @@ class SomeTokens(Selector):
             each = self.share * k / values.shape[-1]
             return as_selection(*best_tokens(scores.choice, context.padding_mask, each), values)
         experts = top_k(scores.choice.flatten(0, 1), k)
-        passed = scores.probs.flatten(0, 1).gather(-1, experts) <= 0.5
+        own = scores.probs if scores.unmixed is None else scores.unmixed  # what the auxiliary loss teaches
+        passed = own.flatten(0, 1).gather(-1, experts) <= 0.5
         return Selection(experts.masked_fill(passed, -1), values.gather(-1, experts).masked_fill(passed, 0))
 
     def cost(self, batch: int, tokens: int, k: int, dim: int) -> tuple[float, int]:

@@ -22,7 +22,7 @@ class Positive(Selector):
     """The experts with R > 0, at most k of them, the largest first; and the penalty that keeps them few.
 
     After each step lambda grows by 1.2 if the sparsity S = 1 - |{R > 0}| / (N E) is below its target, and shrinks by
-    1.2 if it is above. The sum over the step's micro-batches decides.
+    1.2 if it is above. The sum over the step's micro-batches decides. S and the penalty are of R before any mixer.
 
     Args:
         num_experts: E.
@@ -46,7 +46,8 @@ class Positive(Selector):
         experts = experts.masked_fill(weights <= 0, -1)
         statistics = {}
         if self.training:
-            active, mask = gates.detach() > 0, context.padding_mask
+            own = gates if scores.unmixed is None else scores.unmixed.flatten(0, 1)  # what the penalty moves
+            active, mask = own.detach() > 0, context.padding_mask
             real = torch.ones_like(active[:, :1]) if mask is None else mask.reshape(-1, 1)
             statistics = {"active": (active & real).sum(), "tokens": real.sum()}
         return Selection(experts, self.renormalized(weights), statistics=statistics)
