@@ -32,6 +32,8 @@ OPTIONS = [
     "base:group=sequence",
     "loss-free:nulls=1:kind=constant",
     "loss-free:update=quantile",
+    "smoe:variance=0.1",
+    "stable:stage_one=2",
 ]
 
 
@@ -44,7 +46,7 @@ LAYOUTS = {
 
 def every_router() -> list[str]:
     """Those that draw a number for each token as well: ranks draw what one process draws."""
-    return [name for name in list_routers() if name not in ("compete", "forced")]  # refused; and nothing is learned
+    return [name for name in list_routers() if name != "compete"]  # which is refused
 
 
 def check(found: list[dict[str, tuple[float, str]]]) -> None:

@@ -158,3 +158,16 @@ def test_gating_residual_over_layers(k: int) -> None:
             experts.append(ranked(p, k) if real else [])
             weights.append([p[e] for e in experts[-1]])
     compare(nn.ModuleList(routers), hidden, mask, Expected(experts, weights), routing)
+
+
+def test_the_lowest_residual_has_a_gradient() -> None:
+    """Of zeros: DDP waits for every parameter."""
+    router = build_router("smoe:residual=true", dim=DIM, num_experts=EXPERTS)
+    plain = build_router("smoe", dim=DIM, num_experts=EXPERTS)
+    plain.load_state_dict({name: value for name, value in router.state_dict().items() if "residual" not in name})
+    hidden = torch.randn(3, 7, DIM)
+    routing = router(hidden)
+    assert torch.equal(routing.logits, plain(hidden).logits)
+    routing.weights[:, 0].sum().backward()
+    assert router.score.residual.grad is not None
+    assert not router.score.residual.grad.any()

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from pointsman import MoE, RoutingContext, build_router
+from pointsman.ranks import ALONE, Ranks
+from pointsman.routers.frame.stage_values import LossInput
+from pointsman.routers.papers.topk import score_variance
 from tests.library.routers.oracle import DIM, EXPERTS, inputs, ranked, softmax
 
 
@@ -55,3 +61,31 @@ def test_what_the_losses_need() -> None:
     with pytest.raises(ValueError, match="the router is not in one"):
         router(torch.randn(1, 3, DIM))
     assert router.eval()(torch.randn(1, 3, DIM)).losses["orthogonality"] == 0
+
+
+def test_the_variance_over_ranks_has_the_gradient_of_one_process() -> None:
+    probs = torch.rand(6, 4, dtype=torch.float64)
+
+    class First(Ranks):
+        """Has the first half of the tokens, and knows the other."""
+
+        def add_up(self, tensors: Any) -> None:
+            for one in tensors:
+                one.copy_(sums.pop(0))
+
+    def gradient(rows: Tensor, ranks: Ranks) -> Tensor:
+        rows = rows.clone().requires_grad_()
+        given = LossInput(*[rows] * 6, {}, None, 1, len(rows), RoutingContext(), ranks=ranks)
+        return torch.autograd.grad(score_variance(given), rows)[0]
+
+    number, squares = torch.tensor(6), (probs - probs.mean(0)).square().sum(0)
+    sums = [probs.sum(0), number, squares, number]
+    torch.testing.assert_close(gradient(probs[:3], First(0, 2)), gradient(probs, ALONE)[:3])
+    assert not sums
+
+
+def test_forced_balance_goes_on_over_ranks() -> None:
+    router = build_router("forced", dim=DIM, num_experts=5, top_k=3)
+    whole = router(torch.randn(2, 4, DIM)).experts
+    router.select.ranks = Ranks(1, 2)
+    assert torch.equal(router(torch.randn(1, 4, DIM)).experts, whole[4:])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pointsman import MoE, Router, RoutingContext, build_router, freeze, step_end
+from pointsman import MoE, Router, RoutingContext, add_losses, build_router, freeze, step_end
+from pointsman.replay import replay_routing
 from pointsman.routing import Routing
 from tests.library.routers.oracle import EXPERTS, Expected, compare, inputs, ranked, router_for, softmax
 
@@ -164,3 +166,48 @@ def test_stage_one_chooses_as_greedy_base() -> None:
     left, right = routed(one, hidden), two(hidden)
     assert torch.equal(left.experts, right.experts)
     assert torch.equal(left.weights, right.weights)
+
+
+def test_two_stages_under_ddp(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        layer = MoE(5, 4, EXPERTS, router="stable:stage_one=2", vocab_size=64)
+        parallel = nn.parallel.DistributedDataParallel(layer)
+        optimizer, light = torch.optim.AdamW(layer.parameters(), lr=0.05, weight_decay=0.5), layer.router.score.light
+        kept = []
+        for _ in range(4):
+            output = parallel(torch.randn(3, 7, 5), RoutingContext(token_ids=IDS))
+            add_losses(output.square().mean(), layer).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step_end(parallel)
+            kept.append(light.detach().clone())
+    finally:
+        torch.distributed.destroy_process_group()
+    assert not torch.equal(kept[0], kept[1])
+    assert torch.equal(kept[1], kept[3])
+
+
+def test_a_router_that_was_frozen_holds_its_light_router_when_it_trains_again() -> None:
+    layer = MoE(5, 4, EXPERTS, router="stable:stage_one=1", vocab_size=64, attach_losses=True)
+    optimizer, light = torch.optim.AdamW(layer.parameters(), lr=0.05, weight_decay=0.5), layer.router.score.light
+    step_end(layer)
+    freeze(layer, "router")
+    layer.router.requires_grad_(True)
+    kept = light.detach().clone()
+    layer(torch.randn(3, 7, 5), RoutingContext(token_ids=IDS)).square().sum().backward()
+    optimizer.step()
+    assert torch.equal(light, kept)
+
+
+def test_of_a_replayed_routing_only_chosen_experts_have_losses() -> None:
+    router = router_for("stable")
+    hidden, _ = inputs()
+    experts = routed(router, hidden).experts
+    dropped = torch.cat([experts[:, :1], torch.full_like(experts[:, :1], -1)], 1)
+    found = []
+    for one in (dropped, experts[:, :1].contiguous()):
+        with replay_routing(router, {"": one}):
+            found.append(routed(router, hidden).losses)
+    torch.testing.assert_close(found[0]["distill"], found[1]["distill"])
+    torch.testing.assert_close(found[0]["load"], found[1]["load"])

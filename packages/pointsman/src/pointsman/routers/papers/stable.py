@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any, Literal, cast
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pointsman.auxiliary import assignment_counts
 from pointsman.ops.selection import top_k
+from pointsman.ranks import ALONE, every_rank
 from pointsman.routers.frame.entries import LayerSpec, NotNegative, Whole, register_router
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores
-from pointsman.routers.frame.stages import Scorer, Selector, Sigmoid, Stages
+from pointsman.routers.frame.stages import Scorer, Selector, Sigmoid, Stages, of_chosen
 from pointsman.routers.papers.hash import ByTokenIds
 from pointsman.routers.papers.topk import LinearScorer
 from pointsman.routing import RoutingContext
@@ -85,13 +88,13 @@ class TwoStageScorer(ByTokenIds):
     def distill(self, given: LossInput) -> Tensor:
         """The light router's mean cross entropy with the choice by z; of several experts their mean."""
         experts, _ = self._chosen(given)
-        log_probs = torch.log_softmax(given.extra["light"].flatten(0, 1), -1).gather(-1, experts.clamp_min(0))
-        return self._first_stage(-given.token_mean(log_probs.mean(-1, keepdim=True)).sum())
+        total = of_chosen(torch.log_softmax(given.extra["light"].flatten(0, 1), -1), experts).sum(-1, keepdim=True)
+        return self._first_stage(-given.token_mean(total / (experts >= 0).sum(-1, keepdim=True).clamp_min(1)).sum())
 
     def _chosen(self, given: LossInput) -> tuple[Tensor, Tensor]:
         # in stage one of training these are the chosen ones; in stage two no loss is left
         experts = given.experts if self.training else top_k(given.choice, given.experts.shape[-1])
-        gates = given.unmixed.gather(-1, experts.clamp_min(0))
+        gates = of_chosen(given.unmixed, experts)
         return experts if given.mask is None else experts.masked_fill(~given.mask[:, None], -1), gates
 
     def _first_stage(self, loss: Tensor) -> Tensor:
@@ -107,19 +110,37 @@ class TwoStageScorer(ByTokenIds):
         if self.steps.is_meta:
             return
         parts, own = (self.token, self.light), list(cast(Scorer, self.gate).parameters())
+        _in_stage_two.discard(self)
         if int(self.steps) >= self.stage_one:
+            _in_stage_two.add(self)
             for parameter in parts:
-                self._has_frozen |= parameter.requires_grad
-                parameter.requires_grad_(False)
-                parameter.grad = None  # momentum and weight decay would move it
+                parameter.grad = None
+                if not self.stage_one or every_rank() is ALONE:  # DDP waits for what trained when it was made: zeros
+                    self._has_frozen |= parameter.requires_grad
+                    parameter.requires_grad_(False)
         elif self._has_frozen and (any(one.requires_grad for one in own) or not (own or self.frozen)):
             self._has_frozen = False
             for parameter in parts:
                 parameter.requires_grad_(True)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._freeze_light()  # of a copy
+
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self._freeze_light()
+
+
+_in_stage_two: WeakSet[TwoStageScorer] = WeakSet()
+
+
+def _hold(*_: Any) -> None:
+    for one in list(_in_stage_two):  # momentum and weight decay would move them
+        one.token.grad = one.light.grad = None
+
+
+register_optimizer_step_pre_hook(_hold)
 
 
 class TwoStages(Selector):

@@ -65,11 +65,11 @@ class LinearScorer(Scorer):
             logits = logits + self.noise * randn_like(logits, self.ranks)
         if self.residual is None:
             return logits
-        before = (context.below or {}).get(self.name)
-        if before is not None:
-            if before.shape != logits.shape:
-                raise ValueError(f"residual: the logits below must be {list(logits.shape)}, got {list(before.shape)}")
-            logits = logits + linear(before, self.residual).to(logits.dtype)
+        # below the lowest layer 0: under DDP every parameter needs a gradient
+        before = (context.below or {}).get(self.name, torch.zeros_like(logits))
+        if before.shape != logits.shape:
+            raise ValueError(f"residual: the logits below must be {list(logits.shape)}, got {list(before.shape)}")
+        logits = logits + linear(before, self.residual).to(logits.dtype)
         return Scored(logits, above={self.name: logits})
 
     def plain_linear(self) -> tuple[Tensor, Tensor | None] | None:
@@ -133,7 +133,7 @@ def projections(given: LossInput) -> Tensor:
 
 def score_variance(given: LossInput) -> Tensor:
     """Minus the sum over experts of the variance of their scores over the real tokens."""
-    mean = given.token_mean(given.unmixed)
+    mean = given.token_mean(given.unmixed).detach()  # its gradient is 0 over all tokens, but not over one rank's
     return -given.token_mean((given.unmixed - mean).square()).sum()
 
 
@@ -182,7 +182,8 @@ class InTurn(Selector):
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
         probs = scores.probs.flatten(0, 1)
         tokens, num_experts = probs.shape
-        experts = torch.arange(tokens * k, device=probs.device).remainder(num_experts).view(tokens, k)
+        first = self.ranks.rank * tokens * k
+        experts = torch.arange(first, first + tokens * k, device=probs.device).remainder(num_experts).view(tokens, k)
         return experts, self.renormalized(probs.gather(-1, experts))
 
 
