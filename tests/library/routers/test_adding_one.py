@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pointsman import MoE, RoutingContext, build_router
 from pointsman.routers.frame import registry
 from pointsman.routers.frame.registry import LayerSpec
+from pointsman.routers.frame.stage_values import Loss
 from pointsman.routers.frame.stages import Stages
 from pointsman.routers.papers.topk import LinearScorer, linear_scores
 
@@ -110,3 +111,13 @@ class NoPromises(nn.Module):
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
         assert hidden.dtype == torch.float32
         return hidden[..., :4]
+
+
+def test_a_loss_may_not_have_the_name_of_every_routers(register: Callable[..., Any]) -> None:
+    @register("weighty")
+    def build(layer: LayerSpec) -> Stages:
+        """A loss called balance."""
+        return Stages(LinearScorer(layer.dim, layer.columns), losses={"balance": Loss(lambda _: torch.ones(()), 1.0)})
+
+    with pytest.raises(ValueError, match="'weighty': a loss of its own is called 'balance', as that of every router"):
+        build_router("weighty", dim=8, num_experts=4)

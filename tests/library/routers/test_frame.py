@@ -201,6 +201,21 @@ def test_materialize_leaves_losses_of_the_old_router_behind() -> None:
     assert layer.router.spec == "smoe:scale=2:balance=0.1:balance_scope=step"
 
 
+def test_a_copy_does_not_warn_of_the_steps_of_another_model() -> None:
+    layer = MoE(DIM, 8, EXPERTS, router="rich", attach_losses=True)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def step(one: MoE) -> None:
+        run(one, torch.randn(1, 4, DIM))
+        optimizer.step()
+        step_end(layer)
+
+    step(layer)
+    other = copy.deepcopy(layer)
+    step(layer)
+    run(other, torch.randn(1, 4, DIM))  # a warning is an error
+
+
 # --- balance over a micro-batch, a sequence and a step ------------------------------------------------------------
 
 

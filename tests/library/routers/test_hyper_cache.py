@@ -37,3 +37,15 @@ def test_a_shared_hypernetwork_that_one_router_loads_is_the_others_too(generate:
         after = second(hidden).logits
     assert not torch.equal(before, after)
     torch.testing.assert_close(after, second(hidden).logits.detach(), rtol=0, atol=0)
+
+
+def test_a_shared_hypernetwork_that_one_router_is_assigned_is_the_others_too() -> None:
+    spec = "hyperrouter:hyper_dim=8:share=true"
+    first, second = (router.eval() for router in build_routers(spec, layers=2, dim=16, num_experts=4))
+    other = build_routers(spec, layers=1, dim=16, num_experts=4)[0]
+    hidden = torch.randn(5, 16)
+    with torch.no_grad():
+        second(hidden)
+        first.load_state_dict(other.state_dict(), assign=True)
+        after = second(hidden).logits
+    torch.testing.assert_close(after, second(hidden).logits.detach(), rtol=0, atol=0)

@@ -64,3 +64,10 @@ def test_a_loop_of_segments_trains_each_with_its_own_graph() -> None:
         routing = router(torch.randn(2, 3, DIM), RoutingContext(past=past))
         past = routing.carry
         routing.weights.square().sum().backward()
+
+
+def test_a_task_of_other_sequences_is_refused() -> None:
+    router = build_router("pooled:over=task", dim=DIM, num_experts=EXPERTS)
+    past = router(torch.randn(1, 3, DIM)).carry
+    with pytest.raises(ValueError, match=r"RoutingContext.past is of 1 sequences, the input of 3"):
+        router(torch.randn(3, 2, DIM), RoutingContext(past=past))

@@ -10,10 +10,10 @@ from pointsman import build_router
 
 RANGES = """
     base:group=world compete:rate=2 compete:warmup=-1 compete:router=-1 compete:diversity=-1
-    default:decay=1 default:decay=-0.1 default:renormalize=true
+    default:decay=1 default:decay=-0.1
     depths:share=0 depths:share=1.5 depths:auxiliary=-1
     dselect:selectors=0 dselect:gamma=0 dselect:entropy=-1 dselect:codes=-1
-    dynmoe:auxiliary=-1 dynmoe:renormalize=true
+    dynmoe:auxiliary=-1
     expert-threshold:decay=1 expert-threshold:bins=1
     gshard:second=sometimes
     hyperrouter:l2=-1 hyperrouter:embed_dropout=1 hyperrouter:init=chang hyperrouter:generate=row
@@ -49,7 +49,7 @@ EFFECTS = """
     smoe:capacity=3:capacity_unit=tokens:capacity_rounding=round
     depths:capacity=0.5:capacity_total=one default:capacity=0.5:capacity_total=one default:weigh=input
     loss-free:update=quantile:rate=5 loss-free:update=none:rate=5 loss-free:update=none:centre=true loss-free:bins=7
-    loss-free:group_score=max
+    loss-free:group_score=max top-p:balance=0:counted=first
 """
 """What would change nothing, or mean nothing."""
 
@@ -65,6 +65,9 @@ MISTAKES = {
     "dense:bias=false": "takes no options",
     "dense": "baseline without a router",
     "thor:renormalize=false": "thor has its own rule for renormalize; leave the option out",
+    "dynmoe:renormalize=true": "dynmoe has its own rule for renormalize; leave the option out",
+    "dynmoe:renormalize=false": "dynmoe has its own rule for renormalize; leave the option out",
+    "default:renormalize=true": "default has its own rule for renormalize; leave the option out",
     "expert-choice:capacity=1": "expert-choice has its own rule for capacity",
     "expert-choice:eval_capacity=1": "expert-choice has its own rule for eval_capacity",
     "soft:eval_capacity=0.5": "soft has its own rule for eval_capacity",

@@ -107,9 +107,9 @@ def _has_huggingface_parts(module: nn.Module) -> bool:
 def freeze(model: nn.Module, *roles: str) -> None:
     """Stops training of every part with one of these roles ("router", "experts", "attention", …).
 
-    Running statistics of a frozen router stop, too. Its losses still train earlier layers.
-    `requires_grad_(True)` on such a part undoes it; for a router, call it on the router itself. Of a Hugging Face MoE
-    the roles are "router" (each gate with its correction bias) and "experts".
+    Running statistics of a frozen router stop, too: its `balance_scope=step` counts each batch alone. Its losses still
+    train earlier layers. `requires_grad_(True)` on such a part undoes it; for a router, call it on the router itself.
+    Of a Hugging Face MoE the roles are "router" (each gate with its correction bias) and "experts".
 
     Raises:
         ValueError: a role that no part of the model has.
@@ -218,9 +218,9 @@ def track_steps(
 def materialize(model: nn.Module) -> nn.Module:
     """Replaces, in place, every generated or frozen linear router by a plain linear one with the same logits.
 
-    HyperRouter, SMoE-Dropout and the temperature controls become `smoe`; mixers, k and losses stay. The saved model
-    then loads as one built with the spec `smoe`. A Hugging Face model gets its class's own gates back, which have no
-    mixers (`pointsman.hf.materialize`).
+    HyperRouter, SMoE-Dropout, the temperature controls and `noisy-topk`, without its noise and losses, become `smoe`;
+    mixers, k, losses of a choice after '@' and of common options stay. The saved model then loads as one built with
+    the spec `smoe`. A Hugging Face model gets its class's own gates back, without mixers (`pointsman.hf.materialize`).
 
     Raises:
         ValueError: a router that no linear router equals (cosine, random), named with its layer; nothing has changed.

@@ -206,6 +206,8 @@ def build_router(
     layer.renormalize = entry.renormalize(layer) if common["renormalize"] is None else common["renormalize"]
     if of_choice.get("nulls") == 0 and of_choice.get("kind", "zero") != "zero":
         raise ValueError(f"{where}kind={of_choice['kind']} needs nulls, the number of virtual experts")
+    if of_choice.get("counted") == "first" and not common["balance"]:
+        raise ValueError(f"{where}counted=first needs balance")
     layer.virtual = steps.virtual_experts(entry.name, of_choice.get("nulls", 0), of_choice.get("kind", "zero"))
     stages, select = _stages(parsed, layer, of_scores, of_choice, where)
     mixer: Mixer | None = None
@@ -246,6 +248,8 @@ def _stages(
         stages = choice.choose(layer, replace(stages, losses={}), **of_choice)
         again = {f"scores_{name}" if name in stages.losses else name: one for name, one in losses.items()}
         stages = replace(stages, losses={**again, **stages.losses})
+    for name in sorted(stages.losses.keys() & {"balance", "z_loss"}):
+        raise ValueError(f"{where}a loss of its own is called {name!r}, as that of every router: give another name")
     return stages, stages.select or TopK(layer.renormalize)
 
 

@@ -214,7 +214,8 @@ class Router(nn.Module):
         self._frozen = self.score.frozen = frozen
 
     def reset_parameters(self) -> None:
-        """As `build_router` starts it, newly drawn, after `to_empty`; ValueError after `hf.replace_routers`."""
+        """As `build_router` starts it, newly drawn, after `to_empty`; ValueError after `hf.replace_routers` and, with
+        `+attention`, after `step_end`, which has sized its state by the heads."""
         redraw(self, self.fresh())
 
     def requires_grad_(self, requires_grad: bool = True) -> Router:
@@ -262,6 +263,9 @@ class Router(nn.Module):
     def _moves(self) -> tuple[int, int]:
         """The parameters' version, which a copy or a gathered shard changes too, and the optimizers' steps so far."""
         return sum(parameter._version for parameter in self.parameters()), _steps["taken"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_at_step_end": None}  # an optimizer of this process does not move a copy
 
     def _check_training(self) -> None:
         divided = self.select.renormalize or (self.capacity and self.limit and self.limit.total)

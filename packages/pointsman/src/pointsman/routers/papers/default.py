@@ -71,7 +71,5 @@ def default(layer: LayerSpec, stages: Stages, *, decay: BelowOne = 0.9) -> Stage
 
     decay: of the running means, from step to step.
     """
-    if layer.renormalize:
-        raise ValueError("default: option renormalize=true: allowed is false: weights of all experts add up to 1")
     select = WithMeans(layer.dim, layer.num_experts, decay)
     return replace(stages, select=select, steps=(means_of_others,))

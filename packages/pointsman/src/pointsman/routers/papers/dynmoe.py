@@ -107,8 +107,6 @@ def sharp_cosines(layer: LayerSpec, *, auxiliary: NotNegative = 0.01) -> Stages:
 )  # fmt: skip
 def dynmoe(layer: LayerSpec, stages: Stages) -> Stages:
     """DynMoE: all experts whose cosine with the token is above their own threshold, with equal weights. k is a cap."""
-    if layer.renormalize:
-        raise ValueError("dynmoe: option renormalize=true: allowed is false: the weights are equal and sum to 1")
     scorer = extended(stages.score, Thresholds)
     scorer.threshold = nn.Parameter(torch.zeros(layer.num_experts))
     return replace(stages, score=scorer, select=Active())

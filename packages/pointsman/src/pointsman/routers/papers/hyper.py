@@ -76,7 +76,7 @@ class HyperScorer(Scorer):
         self.register_buffer("places", torch.randn(num_experts, embed_dim) if each else None)
         self.embed_dropout = embed_dropout
         self.training_stochastic = embed_dropout > 0
-        self._cache: tuple[Tensor, int, Tensor, Tensor | None] | None = None  # e, version of H, W, b
+        self._cache: tuple[Tensor, object, Tensor, Tensor | None] | None = None  # e, version of H, W, b
 
     def generate(self, dropout: float = 0.0) -> tuple[Tensor, Tensor | None]:
         """W [E, dim] and b [E] (None without a bias), generated from e, of which a share `dropout` is dropped."""
@@ -102,7 +102,7 @@ class HyperScorer(Scorer):
         if embedding.device.type != "cpu":  # to compare there would wait for the device
             return self.generate()
         # e by value: neither `.data` nor a fused optimizer counts a version
-        version = sum(0 if one.is_inference() else one._version for one in self.hypernetwork.buffers())
+        version = [(id(one), 0 if one.is_inference() else one._version) for one in self.hypernetwork.buffers()]
         old = self._cache
         if not old or old[1] != version or old[0].dtype != embedding.dtype or not torch.equal(old[0], embedding):
             weight, bias = self.generate()

@@ -34,6 +34,8 @@ class Pooled(Scorer):
             return replace(scored, logits=pooled.expand_as(z))
         # [B, S, E + 1], the same for all S tokens so far: the logits, and whether there was a real token
         past = (context.past or {}).get("task", z.new_zeros(z.shape[0], 0, z.shape[2] + 1))
+        if len(past) != len(z):
+            raise ValueError(f"RoutingContext.past is of {len(past)} sequences, the input of {len(z)}")
         known = past[:, :1] if past.shape[1] else z.new_zeros(z.shape[0], 1, z.shape[2] + 1)
         if z.shape[1]:
             first = real.argmax(1, keepdim=True)
