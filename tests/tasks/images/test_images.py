@@ -143,6 +143,28 @@ def test_npy(tmp_path: Path) -> None:
     assert (images.split("test").pixels() == pixels).all()
 
 
+@pytest.mark.parametrize(("side", "last"), [(32, "truck"), (8, "9")])
+def test_ten_classes_without_names_are_cifars_at_its_side(side: int, last: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "fog.npy", np.stack([picture(index, side) for index in range(10)]))
+    np.save(tmp_path / "labels.npy", np.arange(10))
+    assert load_images(str(tmp_path / "fog.npy")).classes[-1] == last
+
+
+def test_images_that_are_in_no_part_are_counted(tmp_path: Path) -> None:
+    write_classes(tmp_path)
+    assert "left out" not in load_images(str(tmp_path)).description
+    for place in ("extra/x.png", "train/n01/more/y.png"):
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        (tmp_path / place).write_bytes(png(picture(0)))
+    assert "; 2 images at other depths are left out" in load_images(str(tmp_path)).description
+
+
+def test_files_of_less_than_the_summed_size_are_read(tmp_path: Path) -> None:
+    np.save(tmp_path / "labels.npy", np.arange(22_000) % 3)
+    shape = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.uint8, (22_000, 32, 32, 3)).shape  # 64.5 MiB
+    assert len(load_images(str(tmp_path / "x.npy")).split("test")) == shape[0]
+
+
 def test_an_empty_array_is_named(tmp_path: Path) -> None:
     np.save(tmp_path / "fog.npy", np.zeros((0, 32, 32, 3), dtype=np.uint8))
     np.save(tmp_path / "labels.npy", np.zeros(0, dtype=np.int64))

@@ -23,7 +23,9 @@ from pointsman.delivery import deliveries
 from pointsman.recording import record_routing
 from pointsman_lab.cli.main import main
 from pointsman_lab.progress import Quiet
+from pointsman_lab.report.published import Column
 from pointsman_lab.runs.comparison import read_comparison
+from pointsman_lab.runs.record import RunRecord
 from pointsman_lab.tasks.images import scores
 from pointsman_lab.tasks.images.attacks import ATTACKS, SIZE, attacked, under_gradient_attack
 from pointsman_lab.tasks.images.augment import evaluation_batches
@@ -31,7 +33,7 @@ from pointsman_lab.tasks.images.corruptions import CORRUPTIONS, corrupt
 from pointsman_lab.tasks.images.image_set import ClassNames
 from pointsman_lab.tasks.images.part import ImagePart, chosen_rows
 from pointsman_lab.tasks.images.robust import Asked, robustness, save_robustness
-from pointsman_lab.tasks.images.robust_table import _relative, robust_tables
+from pointsman_lab.tasks.images.robust_table import _relative, published, robust_tables
 from pointsman_lab.tasks.images.shifts import Frame, Seen, on_outliers, under_corruptions
 from pointsman_lab.tasks.images.sources import Corrupted
 from pointsman_lab.tasks.images.task import open_images
@@ -72,6 +74,14 @@ def test_imagenet_c_is_relative_to_alexnet_with_its_clean_error() -> None:
     found = [_relative({0: record}, 2, {0: record}, rise=rise).values[0] for rise in (False, True)]
     errors = np.array(list(scores.ALEXNET.values()))
     assert found == pytest.approx([np.mean(0.6 / errors), np.mean((0.6 - 0.3) / (errors - 0.435))])
+    assert _relative({0: record}, 2, {}, rise=False).values[0] == found[0], "the first row has no such seed"
+
+
+def test_a_papers_column_takes_records_of_its_own_part(tmp_path: Path) -> None:
+    for split, value in (("test", 0.5), ("valid", 0.9)):
+        record = {"kind": "c", "protocol": {"split": split, "top_k": [2]}, "results": [{"top_k": 2, "value": value}]}
+        (tmp_path / Asked.parse("c", split=split).file).write_text(json.dumps(record))
+    assert published(RunRecord(tmp_path, "smoe", 0, {}), Column("IN-C", shift="c"), 2) == 0.5
 
 
 def test_corruption_errors_are_of_all_seeds_and_of_rises_that_were_measured() -> None:
@@ -347,6 +357,10 @@ def test_outliers_in_folders_of_known_classes_are_scored_among_these(comparison:
         Image.fromarray(255 - images.split("test").pixels([place])[0]).save(folder / f"{place}.png")
     found = robustness(run, Asked.parse(f"o:{tmp_path / 'strange'}"))
     assert (found["inliers"], found["outliers"], found["base_rate"]) == (4, 6, 0.6)
+    shutil.copytree(tmp_path / "strange" / images.classes[0], tmp_path / "strange" / "unknown")
+    with pytest.raises(RunError, match=r"the model learned some of its classes \(airplane, automobile\); allowed are"):
+        robustness(run, Asked.parse(f"o:{tmp_path / 'strange'}"))
+    shutil.rmtree(tmp_path / "strange" / "unknown")
     with pytest.raises(RunError, match=r"its data here are not those of its training: files are other or missing"):
         robustness(replace(run, data="another"), Asked.parse("c"))
     for name in images.classes[:2]:
@@ -410,6 +424,10 @@ def test_published_files_are_those_of_the_path_as_the_user_sees_it(
     assert (found, len(hashes)) == ([1, 1, 1], 1)
     with pytest.raises(RunError, match="no folder of corrupted images"):
         robustness(run, Asked.parse("c:~nobody-at-all/set"))
+    monkeypatch.setattr("pointsman_lab.tasks.images.severities.SIDES", ())
+    assert robustness(run, Asked.parse("c:set")), "published files may be of any side"
+    with pytest.raises(RunError, match="corruptions are defined for images of"):
+        robustness(run, Asked.parse("c"))
 
 
 def test_a_record_tells_how_many_images_were_read(comparison: Path) -> None:

@@ -140,7 +140,7 @@ def _check_parts(parts: Mapping[str, ImagePart], layout: Layout, where: str, not
 
 def _assign(layout: Layout) -> tuple[dict[str, ImagePart], str]:
     """The parts as they are used, and what to say about it."""
-    parts, notes = dict(layout.parts), []
+    parts, notes = dict(layout.parts), list(layout.notes)
     if "train" in parts and "test" not in parts and "valid" in parts:
         parts["test"] = parts.pop("valid")
         notes.append("its validation part is the test")
@@ -167,7 +167,7 @@ def _fingerprint(layout: Layout, parts: Mapping[str, ImagePart], size: int | Non
     summed = sum(sizes) <= MOST_SUMMED
     for file, length in zip(layout.files, sizes, strict=True):
         with reading(file):
-            checksum = zlib.crc32(read_ordinary(file)) if summed else None
+            checksum = zlib.crc32(read_ordinary(file, MOST_SUMMED)) if summed else None
         digest.update(f"{file.name} {length} {checksum}\n".encode())
     return digest.hexdigest()[:16]
 

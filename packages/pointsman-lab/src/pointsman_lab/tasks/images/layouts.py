@@ -47,12 +47,14 @@ class Layout:
         parts: "train", "valid", "test": those that exist.
         files: every file, for the fingerprint.
         kind: which layout it is, for the protocol line.
+        notes: what the protocol line says besides.
     """
 
     classes: tuple[str, ...]
     parts: Mapping[str, ImagePart]
     files: Sequence[Path]
     kind: str
+    notes: tuple[str, ...] = ()
 
 
 def open_layout(path: Path) -> Layout:
@@ -160,7 +162,7 @@ def _npy(file: Path) -> Layout:
         raise RunError(f"{label_file}: {list(labels.shape)} labels for {len(images)} images of {file.name}")
     names = [f"{file}: image {row}" for row in range(len(images))]
     part = ImagePart(names, _bounded(labels, file), images.__getitem__)
-    return Layout(_numbered([part]), {"test": part}, [file, label_file], "npy")
+    return Layout(_numbered([part], images.shape[1]), {"test": part}, [file, label_file], "npy")
 
 
 def _array(file: Path) -> NDArray[Any]:
@@ -240,7 +242,10 @@ def _of_paths(
     labels = np.zeros(len(paths), dtype=np.int64)
     labels[used] = [number[paths[index][-2]] for index in used]
     every = ImagePart(names, labels, load)
-    return Layout(tuple(known), {part or "test": every.take(of) for part, of in chosen.items()}, files, kind)
+    split = {part or "test": every.take(of) for part, of in chosen.items()}
+    strays = len(paths) - len(used)
+    notes = (f"{strays:,} images at other depths are left out",) if strays else ()
+    return Layout(tuple(known), split, files, kind, notes)
 
 
 def image_pixels(content: bytes, name: str) -> Pixels:
@@ -268,7 +273,7 @@ def _bounded(labels: Any, where: Path) -> NDArray[np.int64]:
     return np.asarray(labels, dtype=np.int64)
 
 
-def _numbered(parts: Iterable[ImagePart]) -> tuple[str, ...]:
-    """Names of classes without names: CIFAR-10's ten, else their numbers."""
+def _numbered(parts: Iterable[ImagePart], side: int = SIDE) -> tuple[str, ...]:
+    """Names of classes without names: CIFAR-10's of ten at its side, else their numbers."""
     count = max((int(part.labels.max(initial=-1)) for part in parts), default=-1) + 1
-    return CIFAR_CLASSES if count == len(CIFAR_CLASSES) else tuple(map(str, range(count)))
+    return CIFAR_CLASSES if (count, side) == (len(CIFAR_CLASSES), SIDE) else tuple(map(str, range(count)))

@@ -113,7 +113,8 @@ def robustness(
     protocol = {"data": images.description, "split": asked.split, "images": len(rows), "top_k": list(top_k)}
     with using(run.config.kernels):
         if asked.kind == "c":
-            check_side(images.side)
+            if asked.path is None:
+                check_side(images.side)
             source = Corrupted(images, asked.split, rows, asked.folder)
             protocol["corruptions"] = source.description
             found = under_corruptions(
@@ -151,7 +152,13 @@ def _shifted(
     if len(known) == len(shifted.classes):  # ImageNet-O: folders of the classes that its images are mistaken for
         classes = sorted(known)
         clean = clean.take(np.flatnonzero(np.isin(clean.labels, classes)))
-    elif asked.path is None:
+    elif known:
+        told = ", ".join(images.classes[label] for label in known)
+        raise RunError(
+            f"--robust o:{asked.path}: the model learned some of its classes ({told}); allowed are sets with none of "
+            "them, or whose folders all have names of them (ImageNet-O)"
+        )
+    elif shifted.name == OUTLIERS.get(run.config.data):
         strange = [label for label, name in enumerate(shifted.classes) if name not in KNOWN_TO_CIFAR]
         outliers = outliers.take(np.flatnonzero(np.isin(outliers.labels, strange)))
     outliers = outliers.take(chosen_rows(outliers, max(1, round(share * len(outliers)))))

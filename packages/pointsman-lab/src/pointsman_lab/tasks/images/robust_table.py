@@ -33,13 +33,16 @@ NOTES = {
     "corruption is within two standard errors of 0 (shares of the images that were read). Moved: share of patches "
     "whose first expert, or whose set of experts, differs between the clean and the corrupted image at the k of "
     "training, mean over layers. RMS, ECE, AURRA: calibration on the clean images.",
-    "a": "Logits are restricted to the classes of these images; clean: the test images of the same classes.",
-    "r": "Logits are restricted to the classes of these images; clean: the test images of the same classes.",
+    **dict.fromkeys(
+        ("a", "r"), "Logits are restricted to the classes of these images; clean: the test images of the same classes."
+    ),
     "o": "Score: minus the largest probability; outliers are the positives. An AUPR of the base rate is chance.",
     "hard": "The reference has accuracy 0 on these images by construction; a model with independent mistakes would "
     "have its accuracy on all images.",
-    "pgd": "Shared experts: intersection over union of the experts chosen before and after, mean over patches.",
-    "fgsm": "Shared experts: intersection over union of the experts chosen before and after, mean over patches.",
+    **dict.fromkeys(
+        ("pgd", "fgsm"),
+        "Shared experts: intersection over union of the experts chosen before and after, mean over patches.",
+    ),
 }
 LOWER = ("drop", "gap", "mCE", "relative mCE", "FPR95", "first expert moved", "set moved", "RMS", "ECE")
 
@@ -238,15 +241,19 @@ def _relative(own: Mapping[int, Record], k: int, reference: Mapping[int, Record]
 
 def _ratio(record: Record, other: Record | None, k: int, *, rise: bool) -> float | None:
     clean = _field("value", "clean")
-    if other is None or (start := clean(record, k)) is None or (begin := clean(other, k)) is None:
+    if (start := clean(record, k)) is None:
         return None
-    errs, theirs = errors(record, k), errors(other, k)
+    errs = errors(record, k)
     if record.get("imagenet_c"):
         theirs, begin = {name: [error] for name, error in ALEXNET.items()}, 1 - ALEXNET_CLEAN
-    elif any(len(of) != len(errs.get(name, ())) for name, of in theirs.items()) or (
-        rise and not all(_is_measured(statistics.fmean(of), 1 - begin, other) for of in theirs.values())
-    ):
+    elif other is None or (first := clean(other, k)) is None:
         return None
+    else:
+        theirs, begin = errors(other, k), first
+        if any(len(of) != len(errs.get(name, ())) for name, of in theirs.items()) or (
+            rise and not all(_is_measured(statistics.fmean(of), 1 - begin, other) for of in theirs.values())
+        ):
+            return None
     return corruption_error(errs, theirs, *((1 - start, 1 - begin) if rise else ()))
 
 
@@ -282,9 +289,11 @@ def published(run: RunRecord, column: Column, top_k: int | None) -> float | None
     if shift == "clean":
         return finite(run.results().get(top_k or 0, {}).get("value"))
     for file in sorted(run.path.glob(f"robust-{shift}*.json")):
-        rows = [row for row in read_object(file).get("results", ()) if row.get("top_k") == top_k]
-        if (mean := mean_of(row.get("value") for row in rows)) is not None:
-            return mean
+        record = read_object(file)
+        if record.get("protocol", {}).get("split") == column.split:
+            rows = (row for row in record.get("results", ()) if row.get("top_k") == top_k)
+            if (mean := mean_of(row.get("value") for row in rows)) is not None:
+                return mean
     return None
 
 
