@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pointsman_lab.finetuning.settings import Finetuning
+from pointsman_lab.recipes import preset
 from pointsman_lab.report.cell import Cell, metric
-from pointsman_lab.report.cells import average
+from pointsman_lab.report.cells import average, setting
 from pointsman_lab.report.language_table import LanguageTable
 from pointsman_lab.report.paper import paper_tables
 from pointsman_lab.report.published import open_paper
@@ -125,6 +128,27 @@ def test_the_papers_first_table_has_one_row_of_ours_with_its_average(comparison:
     assert cells[1, 0].mean == pytest.approx(0.61)  # POS F1
     by_hand = (0.6 + 0.51 + (0.52 + 0.32) / 2 + (0.53 + 0.33) / 2 + (0.54 + 0.34) / 2 + 0.55 + 0.56) / 7
     assert sorted(cells[1, place].values.values()) == pytest.approx([by_hand, by_hand + 0.02])
+
+
+@pytest.mark.parametrize(
+    ("languages", "others", "papers"),
+    [(11, {}, True), (1, {}, False), (11, {"steps": 9}, False), (11, {"settings": {"learning_rate": 0.1}}, False)],
+)
+def test_a_fine_tuning_is_the_papers_with_its_languages_and_settings(
+    languages: int, others: dict[str, Any], papers: bool, tmp_path: Path
+) -> None:
+    before = preset("xmoe-base", router="xmoe")
+    dump(tmp_path / "config.json", before.to_dict())
+    data = SimpleNamespace(name="xquad", splits={"train": range(83_219)})
+    config = Finetuning("xquad", preset="finetune-xmoe", **others).config(before, data, 0)
+    told = "xquad: trained on squad/train-v1.1.json (en 87,599; sha256 0), of which 4,380 for validation; reported: x"
+    row = {"languages": {str(number): {} for number in range(languages)}}
+    folder = tmp_path / "finetune/xquad,finetune-xmoe/seed-0"
+    folder.mkdir(parents=True)
+    dump(folder / "finetune.json", {"format": 1, "task": "xquad"})
+    evaluation = {"protocol": {"task": told}, "results": [row]}
+    run = RunRecord(folder, "xmoe", 0, config.to_dict(), evaluation=evaluation)
+    assert setting(run, open_paper("x-moe").tables[0]).endswith("(not the paper's setting)") != papers
 
 
 def test_a_line_without_a_figure_names_the_data_it_needs(comparison: Path) -> None:

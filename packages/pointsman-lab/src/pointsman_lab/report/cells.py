@@ -20,6 +20,7 @@ from pointsman_lab.report.task_table import pretrained_of
 from pointsman_lab.runs.paths import FINETUNE, finetuned_runs
 from pointsman_lab.runs.record import RunRecord, read_object, read_run
 
+XMOE = "finetune-xmoe"
 COUNTED_SETTING = "counted from the model"
 
 
@@ -198,9 +199,26 @@ def _setting_of_all_tasks(run: RunRecord, table: PublishedTable) -> str:
     words = run.path.parent.name.partition(",")[2].split(",")
     words = [word for word in words if word and word.partition("=")[0] not in _said_by(table)]
     told = ", ".join([str(before.config.get("preset") or "own settings"), f"{before.steps or 0:,} steps", "fine-tuned"])
-    papers = "finetune-xmoe" in words and has_settings_of(before, "xmoe-base")
+    papers = XMOE in words and has_settings_of(before, "xmoe-base") and _is_papers_fine_tuning(run, table)
     told = " ".join([told, *words])
     return told if papers else f"{told} (not the paper's setting)"
+
+
+def _is_papers_fine_tuning(run: RunRecord, table: PublishedTable) -> bool:
+    """Whether a fine-tuning has the languages of its column, and the steps and other settings of X-MoE's preset."""
+    from pointsman_lab.finetuning.settings import Finetuning  # torch, which few tables need
+
+    languages = {column.languages for column in table.columns if column.task == dataset(run)}
+    scored = {len(row.get("languages") or ()) for row in run.evaluation.get("results", ())}
+    told = str(run.evaluation.get("protocol", {}).get("task"))
+    rows = re.search(r"\(en ([\d,]+); .* of which ([\d,]+) for validation; reported", told)
+    if not scored or not scored <= languages or rows is None or run.steps is None:
+        return False
+    every, held = (int(number.replace(",", "")) for number in rows.groups())
+    usual = Finetuning(dataset(run), preset=XMOE).defaults
+    wanted = {"batch_size": usual.batch_size, "segment_length": usual.length, **usual.settings(run.steps, XMOE)}
+    steps = round(usual.epochs * -(-(every - held) // usual.batch_size))
+    return run.steps == steps and wanted.items() <= run.config.items()
 
 
 def _said_by(table: PublishedTable) -> set[str]:

@@ -5,7 +5,7 @@ name, citation, link
 [routers]  name = [spec, …]             specs that several lines share
 [[tables]] number, title, metric, columns = [column, …] or a name, lines = [line, …], and optionally
            data, presets, steps, note, needs, decimals, free = ["frozen", "balance"], trained_k
-column     name, and optionally top_k, split, attacked, task, shift, layer, language, quantity
+column     name, and optionally top_k, split, attacked, task, languages, shift, layer, language, quantity
 line       label, values = [number or "-", …], and optionally routers = [spec, …] or a name, top_k, frozen, balance
 """
 
@@ -45,7 +45,8 @@ class Column:
     Attributes:
         name: as printed.
         top_k: experts a token; None: the line's, or all (k = N).
-        split: of the data. attacked: on word-swapped text. task: instead of the table's data.
+        split: of the data. attacked: on word-swapped text. task: instead of the table's data, and how many languages
+            it is the mean over.
         shift: of a run on images: "clean", its own test images, or a kind of `evaluate RUN --robust`.
         layer: for a quantity of one router, counted from 0.
         language: the figure is that of this language (of translation: of the source).
@@ -59,6 +60,7 @@ class Column:
     split: str = "test"
     attacked: bool = False
     task: str | None = None
+    languages: int = 0
     shift: str | None = None
     layer: int | None = None
     language: str | None = None
