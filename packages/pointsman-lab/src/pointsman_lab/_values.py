@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import sys
@@ -34,6 +35,15 @@ def mean_of(values: Iterable[Any]) -> float | None:
     """The mean of those values that are finite numbers; None where none is."""
     found = [number for value in values if (number := finite(value)) is not None]
     return statistics.fmean(found) if found else None
+
+
+def perplexity(nats: float) -> float | None:
+    """e^nats; None if it is no finite number."""
+    try:
+        value = math.exp(nats)
+    except OverflowError:
+        return None
+    return value if math.isfinite(value) else None
 
 
 def flattened(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

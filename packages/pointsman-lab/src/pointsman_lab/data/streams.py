@@ -21,6 +21,11 @@ IGNORE = -100
 """The target of positions without one: the default `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
 
+def drawing(seed: int, key: int) -> np.random.Generator:
+    """Random numbers that depend on the seed and the key alone."""
+    return np.random.Generator(np.random.Philox(key=[seed % 2**64, key]))
+
+
 class BatchStream:
     """Training segments as in Transformer-XL: the array is cut into B contiguous columns.
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pointsman._errors import RunError, did_you_mean
+from pointsman_lab.data.streams import drawing
 from pointsman_lab.tasks.images.part import ImagePart, Pixels, chosen_rows
 
 NAMES = ("crop", "flip", "mixup", "randaugment", "inception")
@@ -30,8 +31,7 @@ _RAND_AUGMENT_LEVELS = 10.0
 
 def uniforms(seed: int, stream: str, step: int, rows: int, width: int) -> NDArray[np.float64]:
     """[rows, width] numbers in [0, 1) that depend on (seed, stream, step, row, column) alone."""
-    bits = np.random.Philox(key=[seed % 2**64, (_STREAM[stream] << 48) + step])
-    return np.random.Generator(bits).random((rows, width))
+    return drawing(seed, (_STREAM[stream] << 48) + step).random((rows, width))
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,7 @@ class Augmentation:
             images = np.where(mirrored[:, None, None, None], images[:, :, ::-1], images)
         pixels = to_tensor(images)
         if self.mixup:
-            bits = np.random.Philox(key=[seed % 2**64, (_STREAM["mixup"] << 48) + step])
-            share = float(np.random.Generator(bits).beta(self.mixup, self.mixup))
+            share = float(drawing(seed, (_STREAM["mixup"] << 48) + step).beta(self.mixup, self.mixup))
             share = max(share, 1 - share)
             pixels = share * pixels + (1 - share) * pixels.roll(-1, 0)
             labels = share * labels + (1 - share) * labels.roll(-1, 0)
@@ -228,8 +227,7 @@ class ImageStream:
         for place in range(step * self.batch_size, (step + 1) * self.batch_size):
             epoch, row = divmod(place, size)
             if epoch != self._epoch:
-                bits = np.random.Philox(key=[self.seed % 2**64, (1 << 60) + epoch])
-                self._epoch, self._order = epoch, np.random.Generator(bits).permutation(size)
+                self._epoch, self._order = epoch, drawing(self.seed, (1 << 60) + epoch).permutation(size)
             rows.append(int(self._order[row]))
         return rows
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pointsman._errors import RunError
 from pointsman.control import named_routers
 from pointsman.ranks import ALONE, Ranks
+from pointsman_lab._values import finite, perplexity
 from pointsman_lab.data.catalog import Level
 from pointsman_lab.data.corpus import Corpus, open_corpus
 from pointsman_lab.data.download import DataProgress
@@ -63,12 +64,9 @@ def quality(level: Level, nats: float) -> tuple[str, float | None]:
     At byte level a character is a byte, as everywhere in the enwik8 literature; of words and subwords it is the
     perplexity of a token, which compares between runs with the same vocabulary. None if it is no finite number.
     """
-    words = level in ("word", "subword")
-    try:
-        value = math.exp(nats) if words else nats / math.log(2)
-    except OverflowError:
-        value = math.inf
-    return "perplexity" if words else "bits_per_character", value if math.isfinite(value) else None
+    if level in ("word", "subword"):
+        return "perplexity", perplexity(nats)
+    return "bits_per_character", finite(nats / math.log(2))
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pointsman._errors import RunError
 from pointsman_lab.data.pieces import END, START, MultilingualText, Pieces, shares
-from pointsman_lab.data.streams import IGNORE
+from pointsman_lab.data.streams import IGNORE, drawing
 from pointsman_lab.data.task_streams import PADDING
 
 LEAST_VALIDATION = 64
@@ -75,8 +75,7 @@ class PackedText:
 
 def draws(seed: int, stream: int, number: int, rows: int, width: int) -> NDArray[np.float64]:
     """[rows, width] numbers in [0, 1) that depend on (seed, stream, number, row, column) alone."""
-    bits = np.random.Philox(key=[seed % 2**64, (stream << 56) + number])
-    return np.random.Generator(bits).random((rows, width))
+    return drawing(seed, (stream << 56) + number).random((rows, width))
 
 
 def pack(sentences: Sequence[str], pieces: Pieces, length: int) -> tuple[Blocks, int]:
@@ -149,7 +148,8 @@ class Masking:
 
     def __post_init__(self) -> None:
         if self.mask_share + self.random_share > 1:
-            raise RunError(f"mask_share {self.mask_share} and random_share {self.random_share} are above 1 together")
+            told = f"mask_token_share {self.mask_share} and random_share {self.random_share}"
+            raise RunError(f"{told} are above 1 together")
 
 
 def mask(
@@ -220,8 +220,8 @@ class MaskedStream:
         size = len(self._text.train[self.languages[language]])
         epoch, place = divmod(number, size)
         if (language, epoch) not in self._orders:
-            bits = np.random.Philox(key=[self.seed % 2**64, (_ORDER << 56) + (language << 32) + epoch])
-            self._orders[language, epoch] = np.random.Generator(bits).permutation(size)
+            key = (_ORDER << 56) + (language << 32) + epoch
+            self._orders[language, epoch] = drawing(self.seed, key).permutation(size)
             self._orders.pop((language, epoch - 2), None)
         return int(self._orders[language, epoch][place])
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pointsman._errors import RunError
 from pointsman.ranks import ALONE
 from pointsman_lab._files import user_path
+from pointsman_lab._values import perplexity
 from pointsman_lab.data.download import DataProgress
 from pointsman_lab.data.pieces import Pieces, open_pieces, shares
 from pointsman_lab.evaluation.diagnose import Batch
@@ -70,15 +71,6 @@ def _pooled(sums: Mapping[str, Tensor], shares: Mapping[str, float]) -> dict[str
     nats = sum(weight * each for weight, each, _ in weighted) / of
     letters = sum(weight * each for weight, _, each in weighted) / of
     return {**_figures(nats, letters, 1), "masked": sum(int(total[2]) for total in sums.values())}
-
-
-def perplexity(nats: float) -> float | None:
-    """e^nats; None if it is no finite number."""
-    try:
-        value = math.exp(nats)
-    except OverflowError:
-        return None
-    return value if math.isfinite(value) else None
 
 
 class MaskedLanguageModelling(Task):
