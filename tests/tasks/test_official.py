@@ -146,7 +146,7 @@ def test_sacrebleu(tmp_path: Path) -> None:
     train(config, tmp_path / "run")
     assert main(["evaluate", str(tmp_path / "run"), "--predictions", "official"]) == 0
     folder = tmp_path / "run/predictions"
-    command = [sys.executable, "-m", "sacrebleu", str(folder / "references.de-en.txt"), "-b", "-w", "10",
+    command = [sys.executable, "-m", "sacrebleu", str(folder / "references.de-en.txt"), "-b", "-w", "10", "-l", "de-en",
                "-i", str(folder / "translations.de-en.txt")]  # fmt: skip
     found = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert found == pytest.approx(record(tmp_path / "run")["languages"]["de"]["value"], abs=1e-9)

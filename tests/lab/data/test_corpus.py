@@ -139,6 +139,25 @@ def test_a_folder_with_its_own_parts(tmp_path: Path, cache: Path) -> None:
         load_corpus(str(folder), cache_dir=cache)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("train.txt.gz", b"\x1f\x8b packed", "the train part by its name, is compressed: decompress it first"),
+        ("train.txt", b"", "the train part by its name, is empty or not text"),
+        ("Dev.bin", b"a\0b", "the valid part by its name, is empty or not text"),
+    ],
+)
+def test_a_part_that_cannot_be_read_is_not_passed_over(
+    tmp_path: Path, cache: Path, name: str, content: bytes, message: str
+) -> None:
+    write(tmp_path / "set" / "test.txt")
+    file = write(tmp_path / "set" / name, content)
+    with pytest.raises(RunError, match=message):
+        load_corpus(str(tmp_path / "set"), cache_dir=cache)
+    write(tmp_path / "set" / f"{file.stem.partition('.')[0]}.text")  # the part is there
+    assert len(load_corpus(str(tmp_path / "set"), cache_dir=cache).splits) > 1
+
+
 def test_two_files_on_either_side_of_a_cut(tmp_path: Path, cache: Path) -> None:
     write(tmp_path / "t" / "a.txt", "ein Wort")
     write(tmp_path / "t" / "b.txt", "nächste Wörter in dieser Datei hier " * 9)

@@ -114,6 +114,8 @@ def test_mistakes_in_a_folder_are_one_line(tmp_path: Path, change: dict[str, str
         ("a.jsonl", rb'{"text": "\ud800", "label": 1}', "a.jsonl, line 1: half a surrogate pair"),
         ("a.jsonl", b'{"text": 3, "label": 1}', "must be a text"),
         ("a.csv", b"text,label\n\xff,1\n", "not UTF-8"),
+        ("a.csv", b"label,text\n0,bad\n1,great, really great\n", "line 3: 3 columns; the header names 2: quote a text"),
+        ("a.tsv", b"label\ttext\n1\tgreat\tgreat\n", "line 2: 3 columns; the header names 2: a text has a tab"),
         ("a.txt", b"no label here\n", "a fastText line begins with __label__"),
         ("a.parquet", b"x", "allowed are .csv"),
         ("a.csv", csv_text(ROWS).encode(), "too few to divide"),
@@ -132,12 +134,19 @@ def test_mistakes_in_a_file_are_one_line(tmp_path: Path, name: str, content: byt
         ("sst3", "unknown task 'sst3': did you mean 'sst[25]'"),
         ("nowhere/x.csv", "there is no file or folder"),
         ("", "names no task"),
+        ("a.csv:text=a:text=b", "text is given twice"),
         ("sst2:text=nonsense", "text= and label= name the columns of files; sst2 has its own"),
     ],
 )
 def test_unknown_tasks(spec: str, message: str) -> None:
     with pytest.raises(RunError, match=message):
         load_task(spec)
+
+
+def test_one_column_is_not_both_text_and_label(tmp_path: Path) -> None:
+    folder_of(tmp_path, a__csv=csv_text(ROWS))
+    with pytest.raises(RunError, match="the column 'label' cannot be both text and label"):
+        load_task(f"{tmp_path / 'a.csv'}:text=label:label=label")
 
 
 def test_a_folder_without_parts(tmp_path: Path) -> None:

@@ -289,6 +289,14 @@ def test_english_alone_is_trained_on_and_validation_shares_no_group(data: Path) 
     assert not trained & {item.question for items in found.tests.values() for item in items}  # type: ignore[union-attr]
 
 
+def test_reported_sentences_that_are_trained_on_are_counted(data: Path) -> None:
+    found = load_xtreme("panx-dev", data)
+    known = {item.words for of in found.splits.values() for item in of}  # type: ignore[union-attr]
+    same = sum(item.words in known for items in found.tests.values() for item in items)  # type: ignore[union-attr]
+    assert f"reported, {same} of their sentences are in the English training set, too; trained" in found.description
+    assert "of their sentences" not in load_xtreme("panx", data).description
+
+
 def test_the_papers_preset_freezes_and_has_the_scripts_rates(run: Path, data: Path) -> None:
     config = RunDirectory(run).config()
     config = replace(config, model=replace(config.model, max_length=512))
@@ -332,4 +340,7 @@ def test_a_language_model_is_no_encoder() -> None:
         Finetuning("xnli").check(preset("tiny"))
     with pytest.raises(RunError, match="finetune-xmoe"):
         Finetuning("sst2", preset="finetune-xmoe")
+    with pytest.raises(RunError, match="pooling='mean' has no effect on panx, which reads every hidden state"):
+        Finetuning("panx", pooling="mean")
+    assert Finetuning("xnli", pooling="mean").pooled == "mean"
     assert submission([Pair("a", "b", "x")], ["x"]) == "x\n"

@@ -115,6 +115,15 @@ def test_the_publishers_files(task: str, trained: list[str], tested: dict[str, i
         assert [items[0].words[0] for items in found.tests.values()] == ["Ann0", "Juma0"]  # type: ignore[union-attr]
 
 
+def test_a_file_of_one_form_hides_no_other_language(tmp_path: Path) -> None:
+    other = "un\tNUM\n\n" * 3
+    write(tmp_path, {"ud/de_x-ud-test.conllu": CONLLU, "ud/test-de.tsv": other, "ud/test-fr.tsv": other})
+    rows = load_task("udpos", tmp_path, "test").rows
+    assert {language: len(items) for language, items in rows.items()} == {"de": 70, "fr": 3}
+    write(tmp_path, {"xnli/xnli.test.tsv": PUBLISHERS["xnli/XNLI-1.0/xnli.test.tsv"], "xnli/test-fr.tsv": "no\n"})
+    assert list(load_task("xnli", tmp_path, "test").rows) == ["de", "en"], "a file of several languages goes alone"
+
+
 @pytest.mark.parametrize("task", ["xnli", "panx", "mlqa"])
 def test_tests_without_labels_name_the_file_and_say_why(task: str, tmp_path: Path) -> None:
     write(tmp_path, XTREMES)

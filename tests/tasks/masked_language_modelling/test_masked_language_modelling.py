@@ -227,7 +227,7 @@ def test_blocks_are_cached_and_a_damaged_cache_is_made_anew(
         ({"data": "multilingual:/nowhere"}, "there is no folder /nowhere"),
         ({"mask_rate": "0"}, "mask_rate=0"),
         ({"mask_rate": "2"}, "allowed are numbers from 0 to 1"),
-        ({"random_share": "0.5"}, "above 1 together"),
+        ({"random_share": "0.5"}, "mask_token_share 0.8 and random_share 0.5 are above 1 together"),
         ({"segment_length": "64"}, "model.max_length is 32"),
         ({"pieces": "18"}, "18 pieces cannot be trained"),
     ],
@@ -236,6 +236,39 @@ def test_what_is_refused_is_one_line(masked: Make, changes: dict[str, str], word
     with pytest.raises(RunError, match=words) as error:
         pretraining_task(masked(**changes))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["fr.tsv", "es.TXT", "de/train.tsv"])
+def test_a_file_that_is_no_text_of_a_language_is_named(name: str, tmp_path: Path) -> None:
+    for other in ("en.txt", ".hidden", "README.md", "LICENSE"):
+        (tmp_path / other).write_text("a b\n")
+    assert list(texts.read_text(f"multilingual:{tmp_path}").train) == ["en"]
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("c d\n")
+    with pytest.raises(RunError, match=f"{name.partition('/')[0]} is none of LANG.txt, LANG.txt.gz and LANG/train.txt"):
+        texts.read_text(f"multilingual:{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("languages=", "languages='': a value is missing"), ("languages=aa+", "no text in ''"),
+        ("language=en", "unknown option 'language': did you mean 'languages'"),
+        ("languages=en:languages=de", "languages is given twice"),
+    ],
+)  # fmt: skip
+def test_options_of_a_text(option: str, words: str, folder: Path) -> None:
+    with pytest.raises(RunError, match=words):
+        texts.read_text(f"multilingual:{folder}:{option}")
+
+
+def test_tagged_sentences_in_xtremes_own_form_are_text(tmp_path: Path) -> None:
+    (tmp_path / "udpos").mkdir()
+    (tmp_path / "udpos/train-en.tsv").write_text("Dogs\tNOUN\nbark\tVERB\n\n")
+    (tmp_path / "udpos/test-en.tsv").write_text("Birds\tNOUN\nsing\tVERB\n\n")
+    assert texts.read_text("xtreme-text", tmp_path).train == {"en": ("Dogs bark", "")}
+    (tmp_path / "udpos/en_x-ud-train.conllu").write_text("# text = Cats sleep\n1\tCats\t_\tNOUN" + "\t_" * 6 + "\n\n")
+    assert texts.read_text("xtreme-text", tmp_path).train == {"en": ("Cats sleep", "")}, "as it was written"
 
 
 def test_an_encoder_needs_no_language_it_has_no_text_in(masked: Make, folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from pointsman_lab.data.task_streams import padded
 from pointsman_lab.recipes import preset
 from pointsman_lab.tasks.translation.data import ids_of, open_parallel
 from pointsman_lab.tasks.translation.model import TranslationConfig, Translator, search
+from pointsman_lab.tasks.translation.task import scorers
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.run import load_run
 from pointsman_lab.training.task import pretraining_task
@@ -225,6 +226,7 @@ def test_targets_are_inputs_one_step_later(settings: Callable[..., RunConfig]) -
         ("parallel:FOLDER:from=cs", "has no train.cs"),
         ("parallel:FOLDER:from=en", "other languages than the target"),
         ("parallel:FOLDER:form=de", "option 'form'"),
+        ("parallel:FOLDER:from=de:from=fr", "from is given twice"),
         ("parallel:/nowhere:from=de", "there is no folder"),
     ],
 )
@@ -232,6 +234,39 @@ def test_what_is_refused(folder: Path, spec: str, words: str, monkeypatch: pytes
     monkeypatch.delenv("POINTSMAN_DATA", raising=False)
     with pytest.raises(RunError, match=words):
         open_parallel(spec.replace("FOLDER", str(folder)))
+
+
+def test_pairs_that_are_cut_are_counted(
+    settings: Callable[..., RunConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = settings(segment_length=8, steps=1)
+    pairs = open_parallel(config.data).parts
+    task: Any = pretraining_task(config)
+    pieces = task.vocabulary
+
+    def longer(texts: Iterable[str]) -> int:
+        return sum(len(pieces.encode(text)) + 1 > 8 for text in texts)
+
+    wanted = sum(longer(pair) > 0 for of in pairs["train"].values() for pair in of)
+    task.batches(config, torch.device("cpu"))
+    assert task.notes == (f"{task.name} train: {wanted} of 240 pairs cut to 8 pieces",)
+    languages = train(config, tmp_path / "run").evaluation["results"][0]["languages"]
+    assert [row["cut"] for row in languages.values()] == [longer(one for one, _ in of) for of in pairs["test"].values()]
+    assert 0 < wanted < 240
+
+
+def test_bleu_splits_words_as_the_target_language_is_written() -> None:
+    found, right = ["我喜欢苹果和香蕉。"], [["我喜欢苹果和梨。"]]
+    assert [scorers(target)[0].corpus_score(found, right).score > 30 for target in ("zh", "en")] == [True, False]
+
+
+def test_a_tokenizer_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(**_: object) -> None:
+        raise RuntimeError("Japanese tokenization requires extra dependencies\nPlease install them like so.")
+
+    monkeypatch.setattr("sacrebleu.metrics.bleu.BLEU", missing)
+    with pytest.raises(RunError, match=r"BLEU of 'ja' needs a tokenizer: pip install 'sacrebleu\[ja\]'"):
+        scorers("ja")
 
 
 def test_parts_that_are_no_pairs_are_named(folder: Path, tmp_path: Path) -> None:

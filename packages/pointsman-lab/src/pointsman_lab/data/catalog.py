@@ -8,11 +8,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from pointsman._errors import RunError, did_you_mean
 
@@ -86,17 +86,29 @@ def parse_data(text: str) -> DataSpec:
     name, *options = _OPTION_START.split(text)
     if not name:
         raise RunError(f"data {text!r} names no corpus and no path; {_choices('', CORPORA)}")
+    values: dict[str, Any] = parse_options(f"data {text!r}", options, _OPTIONS)
+    return DataSpec(name, **values)
+
+
+def parse_options(where: str, options: Iterable[str], allowed: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """The values of `key=value`, each key once.
+
+    Args:
+        where: the start of an error.
+        allowed: key -> its values; none: any text.
+    """
     values: dict[str, str] = {}
     for option in options:
-        key, equals, value = option.partition("=")
-        if key not in _OPTIONS:
-            raise RunError(f"data {text!r}: unknown option {key!r}: {did_you_mean(key, _OPTIONS)}")
-        if not equals or value not in _OPTIONS[key]:
-            raise RunError(f"data {text!r}: {key}={value!r}: {did_you_mean(value, _OPTIONS[key])}")
+        key, _, value = option.partition("=")
+        if key not in allowed:
+            raise RunError(f"{where}: unknown option {key!r}: {did_you_mean(key, allowed)}")
+        if not value or (allowed[key] and value not in allowed[key]):
+            told = did_you_mean(value, allowed[key]) if allowed[key] else "a value is missing"
+            raise RunError(f"{where}: {key}={value!r}: {told}")
         if key in values:
-            raise RunError(f"data {text!r}: {key} is given twice")
+            raise RunError(f"{where}: {key} is given twice")
         values[key] = value
-    return DataSpec(name, **values)  # type: ignore[arg-type]  # the values were checked against the literals
+    return values
 
 
 def percent(name: str) -> int:

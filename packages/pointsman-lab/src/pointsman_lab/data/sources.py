@@ -147,7 +147,8 @@ def _folder(folder: Path, forced: Level | None) -> Source:
     for name in CORPORA:
         if known := _whole(name, folder, forced) or _in_parts(name, folder.resolve(), forced):
             return known
-    files = [path for path in _walk(folder) if path.suffix.lower() not in _PACKED and _is_text(path)]
+    walked = list(_walk(folder))
+    files = [path for path in walked if path.suffix.lower() not in _PACKED and _is_text(path)]
     if not files:
         raise RunError(f"the folder {folder} holds no text file")
     name = folder.resolve().name
@@ -159,6 +160,12 @@ def _folder(folder: Path, forced: Level | None) -> Source:
             raise RunError(f"the folder {folder} has two {split} files: {parts[split].name} and {path.name}")
         if split:
             parts[split] = path
+    for path in walked:
+        packed = path.suffix.lower() in _PACKED
+        split = PART_STEMS.get(path.with_suffix("" if packed else path.suffix).stem.lower())
+        if path.parent == folder and split and split not in parts:
+            told = "compressed: decompress it first" if packed else "empty or not text: remove or rename it"
+            raise RunError(f"{path}, the {split} part by its name, is {told}")
     if "train" in parts or {"valid", "test"} <= parts.keys():
         spans = {split: (_whole_span(parts[split]),) for split in SPLITS if split in parts}
         return Source(name, level, spans, "its own parts: " + ", ".join(parts[split].name for split in spans))

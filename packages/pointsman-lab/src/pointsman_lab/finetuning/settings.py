@@ -27,6 +27,7 @@ class Defaults:
 
     Attributes:
         train_top_k: k while fine-tuning; None: as in pre-training.
+        pools: whether one hidden state of a text is classified.
         presets: name -> (roles that do not train, weight of the balance loss).
         settings: of (steps, preset): further settings, as `RunConfig.with_overrides` takes them.
     """
@@ -36,6 +37,7 @@ class Defaults:
     length: int = 512
     train_top_k: str | None = "N"
     pooling: Pooling = "last"
+    pools: bool = True
     presets: Mapping[str, tuple[tuple[str, ...], float]] = field(default_factory=dict)
     settings: Callable[[int, str], Mapping[str, Any]] = lambda steps, preset: {}
 
@@ -86,6 +88,8 @@ class Finetuning:
             object.__setattr__(self, "balance", balance if self.balance is None else self.balance)
         if self.pooling is not None and self.pooling not in get_args(Pooling):
             raise RunError(f"pooling={self.pooling!r}: {did_you_mean(self.pooling, get_args(Pooling))}")
+        if self.pooling is not None and not self.defaults.pools:
+            raise RunError(f"pooling={self.pooling!r} has no effect on {self.task}, which reads every hidden state")
         if self.balance is not None and not (self.balance >= 0 and math.isfinite(self.balance)):
             raise RunError(f"balance={self.balance}: allowed are numbers from 0")
         if self.epochs is not None and not 0 < self.epochs <= most("epochs", float):

@@ -96,7 +96,7 @@ class Task(ABC):
         files: name -> JSON of further files of the run directory.
         fills_vocabulary: whether every id of a model's vocabulary stands for something.
         fixed_shapes: whether every row of every batch has equally many targets.
-        notes: what the user should know of the model that `build_model` made.
+        notes: what the user should know of the model that `build_model` made, and of the training batches.
         may_choose: whether the best validation, larger = better, may choose the evaluated weights (`best.Best`).
     """
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._files import user_path
-from pointsman_lab.data.catalog import percent
+from pointsman_lab.data.catalog import parse_options, percent
 from pointsman_lab.data.sources import PART_STEMS
 from pointsman_lab.tasks.classification.files import Columns, LabelledText, format_of, read_labelled
 
@@ -109,7 +109,7 @@ def parse_task(text: str) -> tuple[str, Columns]:
     if not name.strip():
         allowed = f"{did_you_mean('', TASKS)}, or a CSV, TSV or JSONL file"
         raise RunError(f"task {text!r} names no task and no file; {allowed}")
-    values = dict(option.split("=", 1) for option in options)
+    values = parse_options(f"task {text!r}", options, {"text": (), "label": ()})
     return name, Columns(values.get("text"), values.get("label"))
 
 

@@ -97,6 +97,7 @@ def _table_rows(file: io.TextIOWrapper, kind: str, path: Path, columns: Columns)
         rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
     else:
         rows = csv.reader(file, strict=True)
+    header: list[str] = []
     text_at, label_at = 0, 1
     if columns.header:
         header = [name.strip() for name in next(rows, [])]
@@ -106,6 +107,9 @@ def _table_rows(file: io.TextIOWrapper, kind: str, path: Path, columns: Columns)
             continue
         if len(row) <= max(text_at, label_at):
             raise RunError(f"{path}, line {rows.line_num}: {len(row)} columns; text or label is missing")
+        if header and any(row[len(header) :]):
+            how = "a text has a tab" if kind == "tsv" else "quote a text that has commas"
+            raise RunError(f"{path}, line {rows.line_num}: {len(row)} columns; the header names {len(header)}: {how}")
         yield rows.line_num, row[text_at], row[label_at]
 
 
@@ -153,6 +157,8 @@ def _names(header: Sequence[str], path: Path, columns: Columns) -> tuple[str, st
             f"{path}: no {missing} column: found {shown}; needed: {need_text}, and {need_label} "
             "(or name them: PATH:text=COLUMN:label=COLUMN)"
         )
+    if text == label:
+        raise RunError(f"{path}: the column {text!r} cannot be both text and label: name two")
     return text, label
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pointsman._errors import RunError, did_you_mean
+from pointsman_lab.data.catalog import parse_options
 from pointsman_lab.tasks.crosslingual.formats import Pair, Question, Tagged
 from pointsman_lab.tasks.crosslingual.scores import Prediction, entities, same_words
 from pointsman_lab.tasks.crosslingual.xtreme import ENGLISH, XTREME, Item, components, hashed, load_task, task_folder
@@ -58,10 +59,8 @@ class XtremeData:
 
 def load_xtreme(spec: str, data_dir: Path | None) -> XtremeData:
     """`TASK[:languages=en+de]`, from the published files in the data folder."""
-    name, _, rest = spec.partition(":")
-    key, _, wanted = rest.partition("=")
-    if rest and (key != "languages" or not wanted):
-        raise RunError(f"task {spec!r}: unknown option {key!r}: allowed is languages=en+de")
+    name, *options = spec.split(":")
+    wanted = parse_options(f"task {spec!r}", options, {"languages": ()}).get("languages")
     if data_dir is None:
         raise RunError(f"the task {name} needs the data folder: set POINTSMAN_DATA")
     task = XTREME[name]
@@ -85,11 +84,16 @@ def load_xtreme(spec: str, data_dir: Path | None) -> XtremeData:
     if not splits["train"] or not splits["valid"]:
         raise RunError(f"the task {name}: too few English rows to train on ({len(rows)}) in {data_dir}")
     groups = parallel_groups(tests)
+    how = task.how
+    if name == "panx-dev":
+        known = set(groups_of(rows))
+        same = sum(group in known for language in chosen for group in groups[language])
+        how = f"{how}, {same:,} of their sentences are in the English training set, too"
     shown = replace(reported, rows={language: tests[language] for language in chosen})
     return XtremeData(
         name, task.kind, task.labels, splits, shown.rows,
         {language: groups[language] for language in chosen},
-        f"{name}: {f'{task.how}; ' if task.how else ''}trained on {trained.described(data_dir)}, of which "
+        f"{name}: {f'{how}; ' if how else ''}trained on {trained.described(data_dir)}, of which "
         f"{len(splits['valid']):,} for validation; reported: {shown.described(data_dir)}",
     )  # fmt: skip
 

@@ -22,7 +22,7 @@ from pointsman_lab.tasks.crosslingual.formats import Pair, Question, Tagged
 from pointsman_lab.tasks.crosslingual.scores import Prediction, Score, mean_error
 from pointsman_lab.tasks.crosslingual.xtreme import Item
 
-LONGEST_QUESTION, OVERLAP = 64, 128  # pieces; XTREME's scripts, at length 384
+LONGEST_QUESTION, OVERLAP = 64, 128  # pieces, at length 384; XTREME's windows start every 128
 BEST, LONGEST_ANSWER = 20, 30
 
 Ids = NDArray[np.int64]

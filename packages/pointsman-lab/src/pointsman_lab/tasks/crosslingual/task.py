@@ -95,8 +95,8 @@ class CrossLingual(FineTuning):
 
         return Defaults(
             batch_size=32, epochs={"pairs": 5, "tags": 10, "questions": 3}[kind], length=384 if questions else 128,
-            train_top_k=None, pooling="first", presets={"finetune-xmoe": (("router", "experts"), 0.01)},
-            settings=settings,
+            train_top_k=None, pooling="first", pools=kind == "pairs", settings=settings,
+            presets={"finetune-xmoe": (("router", "experts"), 0.01)},
         )  # fmt: skip
 
     @classmethod

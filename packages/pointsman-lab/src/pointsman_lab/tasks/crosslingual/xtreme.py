@@ -49,8 +49,8 @@ class Source:
     Attributes:
         folder: under the data folder.
         names: the ends of the files' paths, in any folder below, plain or .gz: LANG is a language, * a part of a name.
-            The first of these names that a file has counts: the publishers' files come before those of XTREME's
-            download, whose tests have no labels.
+            Of each language the first of these names that a file has counts: the publishers' files come before those
+            of XTREME's download, whose tests have no labels. Files of several languages go with no others.
         keep: (rows, part "train" or "test") -> the rows of the part, of a file that holds both; None: all rows.
     """
 
@@ -62,6 +62,7 @@ class Source:
         """language -> its files ("" where the file has several languages); empty where there are none."""
         folder = task_folder(self.folder, data_dir)
         present = [] if folder is None else sorted(file for file in folder.rglob("*") if file.is_file())
+        every: dict[str, list[Path]] = {}
         for name in self.names:
             pattern = re.escape(name).replace(r"\*", "[^/]*").replace("LANG", "(?P<language>[A-Za-z]+)", 1)
             wanted = re.compile(f"(?:.*/)?{pattern.replace('LANG', '(?P=language)')}(?:[.]gz)?")
@@ -70,9 +71,9 @@ class Source:
                 if match := wanted.fullmatch(file.relative_to(folder or data_dir).as_posix()):
                     language = match.groupdict().get("language", "").lower()
                     found.setdefault(CODES.get(language, language), []).append(file)
-            if found:
-                return found
-        return {}
+            if not every or "" not in every | found:
+                every = found | every
+        return every
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 - `multilingual:PATH`: a folder with `LANG.txt[.gz]`, one sentence a line, an empty line after a document; or with
   `LANG/train.txt[.gz]` and `LANG/valid.txt[.gz]`.
 - `xtreme-text`: the training parts of the tasks in the data folder. A sentence that equals a sentence of any reported
-  part, or differs from one by case, punctuation or spaces only, is left out, so that no reported text is in the
-  pre-training text.
+  part, or differs from one by case, punctuation or spaces only, is left out, so that no reported sentence and no
+  whole reported passage is in the pre-training text; single sentences of a reported passage may be.
 
 What was read, cut into pieces and packed into blocks is kept in the user's cache.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 import sys
 import unicodedata
 import warnings
@@ -27,14 +28,15 @@ import numpy as np
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._files import user_cache_folder, user_path, write_whole
-from pointsman_lab.data.catalog import data_folder
+from pointsman_lab.data.catalog import data_folder, parse_options
 from pointsman_lab.data.download import DataProgress
 from pointsman_lab.data.pieces import MultilingualText, Pieces, learn_pieces
 from pointsman_lab.data.reading import find_file, read_lines
 from pointsman_lab.tasks.crosslingual.xtreme import XTREME, load_task, task_folder, texts
 from pointsman_lab.tasks.masked_language_modelling.blocks import PackedText, pack_text
 
-FORMAT = 6
+FORMAT = 7
+_OPTION = re.compile(r":(?=\w+=)")
 
 
 def read_text(spec: str, data_dir: Path | None = None) -> MultilingualText:
@@ -55,9 +57,10 @@ def read_text(spec: str, data_dir: Path | None = None) -> MultilingualText:
 
 def _parsed(spec: str, data_dir: Path | None) -> tuple[str, Path, tuple[str, ...]]:
     """(kind, folder of its files, languages); refuses a spec that names no multilingual text, without reading it."""
-    body, _, option = spec.partition(":languages=")
+    body, *options = _OPTION.split(spec)
     kind, colon, path = body.partition(":")
-    wanted = tuple(filter(None, option.split("+")))
+    chosen = parse_options(f"data {spec!r}", options, {"languages": ()})
+    wanted = tuple(chosen["languages"].split("+")) if chosen else ()
     if body == "xtreme-text":
         if data_dir is None or not data_dir.is_dir():
             raise RunError("xtreme-text is made from the tasks in the data folder: set POINTSMAN_DATA")
@@ -85,6 +88,8 @@ def _folder(folder: Path) -> MultilingualText:
             if (language := language.removesuffix(".txt")) in train:
                 raise RunError(f"{folder}: {language!r} has two files, one is {entry.name}: leave one there")
             train[language] = _sentences(entry)
+        elif not language.startswith((".", "README", "LICENSE")):
+            raise RunError(f"{entry} is none of LANG.txt, LANG.txt.gz and LANG/train.txt: rename it, or move it away")
     if not train:
         raise RunError(f"{folder} holds no text: LANG.txt, LANG.txt.gz or LANG/train.txt is expected")
     for part, of in (("text", train), ("text for validation", valid)):
@@ -156,17 +161,17 @@ def _xtreme_text(data_dir: Path) -> MultilingualText:
                     own.append("")
         own.append("")
 
+    treebanks = [file for file in _treebanks(data_dir) if "-train." in file.name]
     seen: set[Path] = set()  # a file's text once
     for name, task in XTREME.items():
         files = {file for own in task.train.files(data_dir).values() for file in own}
-        if files and not files <= seen and name != "udpos":
+        if files and not files <= seen and (name != "udpos" or not treebanks):
             for language, items in load_task(name, data_dir, "train", labelled=False).rows.items():
                 once = dict.fromkeys(text for item in items for text in texts(item))
                 add(language, once, documents=task.kind == "questions")
         seen |= files
-    for file in _treebanks(data_dir):
-        if "-train." in file.name:
-            add(file.name.partition("_")[0], _treebank(file))
+    for file in treebanks:
+        add(file.name.partition("_")[0], _treebank(file))
     for file in sorted((data_dir / "multi30k").glob("train.*")):
         add(file.name.split(".")[1], (line for _, line in read_lines(file)))
     if not found:
@@ -217,13 +222,11 @@ def open_blocks(
 
 def _files(kind: str, folder: Path) -> Iterator[tuple[str, int, int]]:
     """(path, size, time) of every file that the text comes from."""
+    places: list[Path | None] = [folder]
     if kind == "xtreme-text":
         folders = {source.folder for task in XTREME.values() for source in (task.train, task.test)} | {"multi30k"}
-        places = (task_folder(name, folder) for name in sorted(folders))
-        files = [file for place in places if place for file in sorted(place.rglob("*")) if file.is_file()]
-    else:
-        files = sorted(folder.rglob("*.txt*"))
-    for file in files:
+        places = [task_folder(name, folder) for name in sorted(folders)]
+    for file in (file for place in places if place for file in sorted(place.rglob("*")) if file.is_file()):
         status = file.stat()
         yield str(file.resolve()), status.st_size, status.st_mtime_ns
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._files import user_path
-from pointsman_lab.data.catalog import data_folder
+from pointsman_lab.data.catalog import data_folder, parse_options
 from pointsman_lab.data.pieces import END, MultilingualText, Pieces, learn_pieces
 from pointsman_lab.data.reading import find_file, read_lines
 
@@ -80,12 +80,8 @@ def open_parallel(spec: str) -> ParallelText:
         raise RunError(
             f"data {spec!r}: a translation model reads {did_you_mean(name, ['multi30k', 'parallel', 'wmt'])}"
         )
-    chosen = {"from": "de+fr+cs" if name == "multi30k" else "", "to": "en"}
-    for option in options:
-        key, _, value = option.partition("=")
-        if key not in chosen or not value:
-            raise RunError(f"data {spec!r}: option {key!r}: {did_you_mean(key, chosen)}")
-        chosen[key] = value
+    usual = {"from": "de+fr+cs" if name == "multi30k" else "", "to": "en"}
+    chosen = usual | parse_options(f"data {spec!r}", options, dict.fromkeys(usual, ()))
     sources = [language for language in chosen["from"].split("+") if language]
     if not root.is_dir():
         raise RunError(f"there is no folder {root}")
@@ -168,4 +164,9 @@ def _pairs(root: Path, stem: str, source: str, target: str, part: str, *, whole:
 
 def ids_of(text: str, pieces: Pieces, length: int) -> Ids:
     """The pieces of a sentence and `</s>`, at most `length`."""
-    return np.array([*pieces.encode(text)[: length - 1], END], dtype=np.int64)
+    return ended(pieces.encode(text), length)
+
+
+def ended(ids: Ids, length: int) -> Ids:
+    """The pieces of a sentence and `</s>`; of `length` pieces and more the last ones are cut."""
+    return np.array([*ids[: length - 1], END], dtype=np.int64)

@@ -18,7 +18,7 @@ from pointsman_lab.data.streams import IGNORE
 from pointsman_lab.data.task_streams import PADDING, Encoded, TaskStream, eval_batches, padded
 from pointsman_lab.evaluation.diagnose import Batch
 from pointsman_lab.evaluation.passes import EvaluationContext, Pass, evaluated
-from pointsman_lab.tasks.translation.data import Pairs, ParallelText, ids_of, open_parallel
+from pointsman_lab.tasks.translation.data import Ids, Pairs, ParallelText, ended, ids_of, open_parallel
 from pointsman_lab.tasks.translation.model import LENGTH_PENALTY, LONGER, MORE, TranslationConfig, search
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.objectives import Objective, class_loss, logits_alone, objective_of
@@ -32,12 +32,12 @@ class Translation(Task):
     """Translates sentences of several languages into one."""
 
     vocabulary: Pieces
-    scorer = "sacrebleu REFERENCES -i TRANSLATIONS"
 
     def __init__(self, text: ParallelText, pieces: Pieces) -> None:
         self.text = text
         self.vocabulary = pieces
         self.name = text.name
+        self.scorer = f"sacrebleu REFERENCES -i TRANSLATIONS -l SOURCE-{text.target}"
         self.fingerprint = f"{text.fingerprint}-{pieces.digest}"
         self._encoded: dict[int, Encoded] = {}
         self._kept: dict[int, dict[str, list[str]]] = {}
@@ -65,13 +65,21 @@ class Translation(Task):
             self._encoded[length] = self._encode(
                 [pair for pairs in self.text.parts["train"].values() for pair in pairs], length
             )
+            if cut := self._encoded[length].truncated:
+                of = len(self._encoded[length])
+                self.notes = (f"{self.name} train: {cut:,} of {of:,} pairs cut to {length} pieces",)
         return self._encoded[length]
 
     def _encode(self, pairs: Sequence[tuple[str, str]], length: int) -> Encoded:
         """Rows of source ids, labels [n, T] of target ids, padded with -1."""
-        rows = tuple(ids_of(one, self.vocabulary, length) for one, _ in pairs)
-        targets = [ids_of(other, self.vocabulary, length) for _, other in pairs]
-        return Encoded(rows, padded(targets).numpy(), 0)
+        sides: tuple[list[Ids], list[Ids]] = ([], [])
+        cut = 0
+        for pair in pairs:
+            both = [self.vocabulary.encode(text) for text in pair]
+            cut += max(map(len, both)) >= length
+            for side, ids in zip(sides, both, strict=True):
+                side.append(ended(ids, length))
+        return Encoded(tuple(sides[0]), padded(sides[1]).numpy(), cut)
 
     def observed(self, config: RunConfig, split: str, tokens: int | None, device: torch.device) -> Observed:
         """Pairs of a part, the right translation as the decoder's input; groups are source languages."""
@@ -128,8 +136,8 @@ class Translation(Task):
 
         Returns:
             For each k: {"split", "top_k", "nats": None, "metric": "bleu", "tokens": pieces of the sources, "value":
-            mean over source languages, "chrf", "signature", "languages": {language: {"value", "chrf", "sentences"}},
-            "routers": of the encoder's side}.
+            mean over source languages, "chrf", "signature", "languages": {language: {"value", "chrf", "sentences",
+            "cut": how many sources were too long}}, "routers": of the encoder's side}.
         """
         if split not in ("valid", "test"):
             raise RunError(f"translation has no {split} part to score: allowed are valid and test")
@@ -137,7 +145,7 @@ class Translation(Task):
         beam, batch_size = config.own["beam"] if context.final else 1, config.eval_batch_size
         self._kept = {}
         self._scored = {language: pairs[:count] for language, pairs in self.text.parts[split].items()}
-        metrics = scorers()
+        metrics = scorers(self.text.target)
         device = next(model.parameters()).device
 
         def one_pass(one: Pass) -> dict[str, Any]:
@@ -145,7 +153,9 @@ class Translation(Task):
             self._kept[one.top_k] = kept = {}
             read = 0
             for language, pairs in self._scored.items():
-                sources = [ids_of(each, self.vocabulary, config.segment_length) for each, _ in pairs]
+                whole = [self.vocabulary.encode(each) for each, _ in pairs]
+                cut = sum(len(ids) >= config.segment_length for ids in whole)
+                sources = [ended(ids, config.segment_length) for ids in whole]
                 read += sum(map(len, sources))
                 order = sorted(range(len(sources)), key=lambda place: len(sources[place]))
                 kept[language] = found = [""] * len(pairs)
@@ -160,7 +170,7 @@ class Translation(Task):
                             found[place] = self.vocabulary.decode(ids)
                 references = [[other for _, other in pairs]]
                 bleu, chrf = (metric.corpus_score(found, references).score for metric in metrics)
-                languages[language] = {"value": bleu, "chrf": chrf, "sentences": len(pairs)}
+                languages[language] = {"value": bleu, "chrf": chrf, "sentences": len(pairs), "cut": cut}
             means = {key: float(np.mean([each[key] for each in languages.values()])) for key in ("value", "chrf")}
             signature = [str(metric.get_signature()) for metric in metrics]
             figures = {"nats": None, "metric": "bleu", "tokens": read, **means}
@@ -236,9 +246,12 @@ def paired(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack([source, shifted], 1), targets
 
 
-def scorers() -> tuple[Any, Any]:
-    """BLEU and chrF."""
+def scorers(target: str) -> tuple[Any, Any]:
+    """BLEU, of words as sacrebleu splits this language, and chrF."""
     with needing("BLEU needs sacrebleu", "translate"):
         from sacrebleu.metrics.bleu import BLEU
         from sacrebleu.metrics.chrf import CHRF
-    return BLEU(), CHRF()
+    try:
+        return BLEU(trg_lang=target), CHRF()
+    except RuntimeError:  # its text has several lines
+        raise RunError(f"BLEU of {target!r} needs a tokenizer: pip install 'sacrebleu[{target}]'") from None
