@@ -88,8 +88,6 @@ class Finetuning:
             object.__setattr__(self, "balance", balance if self.balance is None else self.balance)
         if self.pooling is not None and self.pooling not in get_args(Pooling):
             raise RunError(f"pooling={self.pooling!r}: {did_you_mean(self.pooling, get_args(Pooling))}")
-        if self.pooling is not None and not self.defaults.pools:
-            raise RunError(f"pooling={self.pooling!r} has no effect on {self.task}, which reads every hidden state")
         if self.balance is not None and not (self.balance >= 0 and math.isfinite(self.balance)):
             raise RunError(f"balance={self.balance}: allowed are numbers from 0")
         if self.epochs is not None and not 0 < self.epochs <= most("epochs", float):
@@ -138,6 +136,8 @@ class Finetuning:
         if pretrained.model.family not in (allowed := (*entry.families, *entry.takes)):
             told = f"models of the family {pretrained.model.family!r} do not learn the task {self.task}"
             raise RunError(f"{told}; allowed are {', '.join(allowed)}")
+        if not self.defaults.pools and self.pooled != self.defaults.pooling:
+            raise RunError(f"pooling={self.pooling!r} has no effect on {self.task}, which reads every hidden state")
         changed = {key for key in self.settings if key.startswith("model.") and key not in ("model.dropout",)}
         if changed and not self.from_scratch:
             raise RunError(f"{min(changed)} cannot be set: the model is that of the pre-trained run")
