@@ -295,7 +295,7 @@ def zeros_without_rows(products: Tensor, ends: Tensor) -> Tensor:
 def grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """`F.grouped_mm`; in graphs an operator of ours, whose operands keep their strides: Inductor may lay out those of
     torch's as it refuses on a GPU. Besides, its shape inference knows bfloat16 only."""
-    if not torch.compiler.is_compiling():
+    if left.dtype == torch.bfloat16 and not torch.compiler.is_compiling():
         return F.grouped_mm(left, right, offs=ends)
     output: Tensor = _grouped_mm(left, right, ends)
     return output

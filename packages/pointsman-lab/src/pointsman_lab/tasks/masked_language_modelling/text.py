@@ -88,7 +88,7 @@ def _folder(folder: Path) -> MultilingualText:
             if (language := language.removesuffix(".txt")) in train:
                 raise RunError(f"{folder}: {language!r} has two files, one is {entry.name}: leave one there")
             train[language] = _sentences(entry)
-        elif not language.startswith((".", "README", "LICENSE")):
+        elif not language.startswith((".", "README", "LICENSE")) and (entry.is_file() or any(entry.glob("train*"))):
             raise RunError(f"{entry} is none of LANG.txt, LANG.txt.gz and LANG/train.txt: rename it, or move it away")
     if not train:
         raise RunError(f"{folder} holds no text: LANG.txt, LANG.txt.gz or LANG/train.txt is expected")
