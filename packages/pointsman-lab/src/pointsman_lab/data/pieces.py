@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from pointsman._errors import RunError, needing
 from pointsman_lab._files import parse_json, read_ordinary
+from pointsman_lab.data.streams import drawing
 from pointsman_lab.data.vocabulary import Symbols
 
 START, PAD, END, UNKNOWN = 0, 1, 2, 3
@@ -170,7 +171,7 @@ def learn_pieces(text: MultilingualText, size: int, *, exponent: float = 0.7) ->
     chosen: list[str] = []
     for number, (language, share) in enumerate(shares(characters, exponent).items()):
         sentences = [sentence for sentence in text.train[language] if sentence]
-        order = np.random.Generator(np.random.Philox(key=[0, number])).permutation(len(sentences))
+        order = drawing(0, number).permutation(len(sentences))
         budget = share * _TRAINING_CHARACTERS
         for index in order:
             if budget <= 0:

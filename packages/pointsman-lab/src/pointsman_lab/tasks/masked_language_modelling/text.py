@@ -222,11 +222,13 @@ def open_blocks(
 
 def _files(kind: str, folder: Path) -> Iterator[tuple[str, int, int]]:
     """(path, size, time) of every file that the text comes from."""
-    places: list[Path | None] = [folder]
     if kind == "xtreme-text":
         folders = {source.folder for task in XTREME.values() for source in (task.train, task.test)} | {"multi30k"}
-        places = [task_folder(name, folder) for name in sorted(folders)]
-    for file in (file for place in places if place for file in sorted(place.rglob("*")) if file.is_file()):
+        places = (task_folder(name, folder) for name in sorted(folders))
+        files = [file for place in places if place for file in sorted(place.rglob("*"))]
+    else:  # no deeper: a run may lie beside the texts
+        files = sorted({*folder.glob("*"), *folder.glob("*/train*"), *folder.glob("*/valid*")})
+    for file in filter(Path.is_file, files):
         status = file.stat()
         yield str(file.resolve()), status.st_size, status.st_mtime_ns
 

@@ -244,12 +244,9 @@ def _stages(
             needs = NEEDS[choice.needs.rpartition("|")[2]]
             raise ValueError(f"{where}the choice {choice.name!r} needs {needs}; {parsed.router!r} gives {words}")
     if choice.choose is not None:
-        losses = stages.losses
-        stages = choice.choose(layer, replace(stages, losses={}), **of_choice)
-        again = {f"scores_{name}" if name in stages.losses else name: one for name, one in losses.items()}
-        stages = replace(stages, losses={**again, **stages.losses})
-    for name in sorted(stages.losses.keys() & {"balance", "z_loss"}):
-        raise ValueError(f"{where}a loss of its own is called {name!r}, as that of every router: give another name")
+        chosen = choice.choose(layer, replace(stages, losses={}), **of_choice)
+        again = {f"scores_{name}" if name in chosen.losses else name: one for name, one in stages.losses.items()}
+        stages = replace(chosen, losses={**again, **chosen.losses})
     return stages, stages.select or TopK(layer.renormalize)
 
 
@@ -275,8 +272,7 @@ def _check_effects(
     for option in sorted(changed & OWNERS.keys()):
         if not any(common[owner] for owner in OWNERS[option]):
             raise ValueError(f"{where}{option} needs {' or '.join(OWNERS[option])}")
-    rounded = changed & {"capacity_rounding", "capacity_multiple"}
-    if rounded and common["capacity_unit"] == "tokens":
+    if (rounded := changed & {"capacity_rounding", "capacity_multiple"}) and common["capacity_unit"] == "tokens":
         raise ValueError(f"{where}{min(rounded)}: capacity_unit=tokens is the number itself; leave the option out")
     if router.eta != 1 and not common["balance"]:
         raise ValueError(f"{where}eta needs balance")

@@ -70,6 +70,8 @@ class Router(nn.Module):
         self.balance, self.z_loss = float(options["balance"]), float(options["z_loss"])
         self.scale, self.lr_scale, self.weigh = float(options["scale"]), float(options["lr_scale"]), options["weigh"]
         self.losses: Mapping[str, Loss] = dict(stages.losses)
+        for name in sorted({"balance", "z_loss"} & self.losses.keys()):  # which it would replace
+            raise ValueError(f"router spec {spec!r}: a loss of its own is called {name!r}, as that of every router")
         self.objective, self.objective_weight = stages.objective, stages.objective_weight
         self.objective_known, self._built_at = False, _steps["taken"]  # whether the loop computes it
         self.declare()
