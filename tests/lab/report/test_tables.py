@@ -392,6 +392,17 @@ def test_names_baseline_and_columns_of_a_comparison(tmp_path: Path, capsys: pyte
     assert "smoe" in capsys.readouterr().out
 
 
+def test_rows_that_nobody_trains_are_told_before_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ["compare", "--routers", "smoe,xmoe", "--data", "stdlib", "--out", str(tmp_path / "new")]
+    assert main([*base, "--baseline", "smoo"]) == 2
+    assert "did you mean 'smoe'" in capsys.readouterr().err
+    assert main([*base, "--names", "xmo=X-MoE"]) == 2
+    assert "did you mean 'xmoe'" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_kept_column_that_is_gone_is_left_out(tmp_path: Path) -> None:
     write_comparison(tmp_path / "mine", ["smoe"], [0], top_k=[1, 2])
     save_plan(tmp_path / "mine", {**required_plan(tmp_path / "mine"), "shown": {"columns": ["k=2", "k=8"]}})

@@ -176,6 +176,25 @@ def test_a_layer_is_built_without_memory_first(spec: str) -> None:
             assert torch.equal(own, drawn), name
 
 
+def test_a_router_drawn_anew_takes_what_follows_from_its_state() -> None:
+    stable = build_router("stable:stage_one=1", dim=8, num_experts=4, vocab_size=10).train()
+    stable.step_end()
+    assert not stable.score.light.requires_grad
+    stable.reset_parameters()
+    assert stable.score.light.requires_grad
+    compete = build_router("compete:rate=1:warmup=1", dim=8, num_experts=4)
+    compete.step_end()
+    assert compete.score.competes
+    compete.reset_parameters()
+    assert not compete.score.competes
+    with torch.device("meta"):
+        empty = build_router("compete:rate=1", dim=8, num_experts=4)
+    empty.reset_parameters()
+    assert not empty.score.competes
+    empty.to_empty(device="cpu").reset_parameters()
+    assert empty.score.competes
+
+
 def test_a_changed_router_is_not_drawn_anew_in_part() -> None:
     layer = MoE(8, 8, 1, top_k=1, router="smoe-dropout")
     materialize(layer)

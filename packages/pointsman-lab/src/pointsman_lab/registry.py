@@ -116,7 +116,7 @@ class TaskEntry:
         """Runs a command whose flags, or whose run, are this task's; None: they are not.
 
         Args:
-            flags, values: the command's parser, and what it read.
+            flags: the command's parser. values: what it read.
         """
 
     def start(self, config: Any, folder: str, router: str | None) -> Any:

@@ -106,6 +106,7 @@ def run(arguments: Sequence[str]) -> int:
         flags.without_effect(values, ["--tune"], "with --processes: tune without it first")
         flags.without_effect(values, ["--jobs"], "with --processes: one run after another has all of them")
     from pointsman_lab.report.results import write_tables
+    from pointsman_lab.runs.comparison import read_plan, with_shown
     from pointsman_lab.training.compare import Plan, compare, default_jobs
     from pointsman_lab.training.task import check_on_ranks
 
@@ -117,6 +118,10 @@ def run(arguments: Sequence[str]) -> int:
     use_recorded_imports(values, values.routers)
     command = shlex.join(["pointsman", "compare", *arguments])
     plan = Plan(run_config(values, "smoe"), tuple(values.routers), tuple(range(values.seeds)), command)
+    if not values.tune:  # which may call a row otherwise
+        known = read_plan(values.out) or {"routers": ()}
+        rows = dict.fromkeys((*known["routers"], *plan.routers))
+        with_shown({**known, "routers": rows}, values.names, values.baseline, ())  # told before the training
 
     def tables() -> None:
         with suppress(RunError):  # rows that wait for another evaluation stand in no table with those that have it
@@ -174,7 +179,7 @@ def shown(values: Any) -> str:
     from pointsman_lab.report.tables import ComparisonTable
     from pointsman_lab.runs.comparison import read_comparison, required_plan, save_plan, with_shown
 
-    plan = with_shown(values.out, values.names, values.baseline, values.columns)
+    plan = with_shown(required_plan(values.out), values.names, values.baseline, values.columns)
     every = replace(read_comparison(values.out), shown={**plan["shown"], "columns": ()})
     for name in values.columns:
         if name not in (known := ComparisonTable.of(every).header[1:]):

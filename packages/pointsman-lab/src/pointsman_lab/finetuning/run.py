@@ -56,7 +56,7 @@ def finetune(
         seed: of the head's weights, the order of the data and dropout.
         out: the run directory; default: `finetuned_path`.
         data: the task's data, if they are loaded already.
-        device, progress, stop: as of `training.trainer.train`.
+        device: as of `training.trainer.train`. progress: likewise. stop: likewise.
 
     Returns:
         What is in `out`: a run directory like any other, with accuracies in evaluation.json, and finetune.json beside.

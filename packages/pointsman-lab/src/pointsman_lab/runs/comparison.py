@@ -46,17 +46,19 @@ def write_node(out: Path, router: str, seed: int, node: str) -> None:
         save_plan(out, {**plan, "nodes": nodes})
 
 
-def with_shown(out: Path, names: Sequence[str], baseline: str | None, columns: Sequence[str]) -> dict[str, Any]:
+def with_shown(
+    plan: Mapping[str, Any], names: Sequence[str], baseline: str | None, columns: Sequence[str]
+) -> dict[str, Any]:
     """comparison.json with how tables and page show it; what is not given stays as it was.
 
     Args:
+        plan: the content of comparison.json.
         names: ROW=TEXT, for rows that are called otherwise; ROW= takes the name back.
         baseline: the row that differences are taken against. columns: titles of the table's columns.
 
     Raises:
         RunError: there is no such row; the titles are checked when the table is made.
     """
-    plan = dict(required_plan(out))
     shown = dict(plan.get("shown") or {})
     called = dict(shown.get("names") or {})
     rows = [label(spec) for spec in plan["routers"]]

@@ -98,7 +98,7 @@ def load_run(
 
     Args:
         note: told of damaged checkpoints that were passed over.
-        build, finetuning: of a fine-tuned run (`finetuning.open_run`).
+        build: of a fine-tuned run (`finetuning.open_run`). finetuning: likewise.
 
     Raises:
         RunError: it is no run directory, or it has no whole checkpoint.

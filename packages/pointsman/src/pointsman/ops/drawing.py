@@ -63,3 +63,4 @@ def redraw(router: nn.Module, fresh: nn.Module) -> None:
             value = distribute_tensor(value, held.device_mesh, held.placements)
         with torch.no_grad():
             held.copy_(value)
+    router.load_state_dict({}, strict=False)  # what follows from the state is found again: a draw, what is frozen

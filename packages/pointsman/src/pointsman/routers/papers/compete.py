@@ -42,9 +42,11 @@ class Competing(Scorer):
         self.version, self.rate, self.warmup, self.cosines = version, rate, warmup, cosines
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("seed", torch.randint(2**31, ()))
-        self.competes = False if self.steps.is_meta else self._drawn()
+        self.competes = self._drawn()
 
     def _drawn(self) -> bool:
+        if self.steps.is_meta:
+            return False
         draw = torch.Generator().manual_seed(int(self.seed) * 1_000_003 + int(self.steps))
         return int(self.steps) >= self.warmup and float(torch.rand((), generator=draw, device="cpu")) < self.rate
 
