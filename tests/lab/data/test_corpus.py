@@ -467,3 +467,15 @@ def test_the_real_wikitext_has_its_published_numbers_of_tokens(cache: Path, data
     vocabulary = Vocabulary.of_words({"the": 1, "<eos>": 1, "<unk>": 1})
     loaded = load_corpus("wikitext-2", data_dir=data_dir, cache_dir=cache, vocabulary=vocabulary)
     assert (len(loaded.split("valid")), len(loaded.split("test"))) == (217_646, 245_569)
+
+
+def test_the_text_of_a_part_needs_no_training_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = " \n = A <unk> = \n  two  spaces é\n"
+    write(tmp_path / "wikitext-2" / "wiki.test.tokens", text)
+    write(tmp_path / "wikitext-2" / "wiki.valid.tokens", text)
+    monkeypatch.setenv("POINTSMAN_DATA", str(tmp_path))
+    with pytest.raises(RunError, match="has no training split"):
+        corpus.open_corpus("wikitext-2")
+    for spec in ("wikitext-2", "wikitext-2:level=word"):
+        opened = corpus.open_text(spec)
+        assert opened.vocabulary.decode(opened.split("test")) == text

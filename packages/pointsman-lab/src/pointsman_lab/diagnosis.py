@@ -231,7 +231,7 @@ def _of_hugging_face(name: str, settings: Settings, watch: Progress | None) -> d
     from pointsman.hf import replace_routers
     from pointsman.hf.loading import load_model, load_tokenizer
     from pointsman_lab.checkpoints.text import refuse_unknown_tokens
-    from pointsman_lab.data.corpus import open_corpus
+    from pointsman_lab.data.corpus import open_text
 
     if settings.changes:
         raise RunError(f"--set {next(iter(settings.changes))}: only for runs, not for Hugging Face models")
@@ -240,7 +240,7 @@ def _of_hugging_face(name: str, settings: Settings, watch: Progress | None) -> d
     except RunError as error:
         raise RunError(f"{name}: no run here, and {str(error).removeprefix(f'{name}: ')}") from None
     replace_routers(model, "smoe")
-    corpus = open_corpus(settings.data or "stdlib")
+    corpus = open_text(settings.data or "stdlib")
     split = settings.split or "test"
     length, rows = min(512, getattr(model.config, "max_position_embeddings", 512)), 4
     budget = settings.tokens

@@ -136,9 +136,9 @@ def read_texts(data: str) -> Iterator[str | list[dict[str, str]]]:
     path = Path(data)
     if path.is_file():
         return _lines(path) if path.suffix in (".jsonl", ".json") else _pieces(path)
-    from pointsman_lab.data.corpus import open_corpus
+    from pointsman_lab.data.corpus import open_text
 
-    corpus = open_corpus(data)
+    corpus = open_text(data)
     return iter([corpus.vocabulary.decode(corpus.split("test"))])
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +68,11 @@ def open_corpus(
 ) -> Corpus:
     """`load_corpus` with the folder that POINTSMAN_DATA names."""
     return load_corpus(spec, data_dir=data_folder(), vocabulary=vocabulary, tokenizer=tokenizer, progress=progress)
+
+
+def open_text(spec: str) -> Corpus:
+    """`open_corpus` by bytes, whatever the corpus's level: decoded they are the text as its files have it."""
+    return open_corpus(str(replace(parse_data(spec), level="byte")))
 
 
 def load_corpus(
