@@ -372,6 +372,8 @@ def test_names_baseline_and_columns_of_a_comparison(tmp_path: Path, capsys: pyte
     page = (tmp_path / "mine" / "report.html").read_text("utf-8")
     assert "X &amp; Co" in page
     assert '"Plain"' in page
+    assert main([*base, "--columns", "all"]) == 0
+    assert len(ComparisonTable.read(tmp_path / "mine").grid().header) > 3
     assert main([*base, "--baseline", "smoe", "--columns", "k=8,s/step,entropy"]) == 0
     assert "at the largest k; s/step: median training step. Bold" in ComparisonTable.read(tmp_path / "mine").caption
     assert "Paired differences to Plain" in (tmp_path / "mine" / "report.html").read_text("utf-8")

@@ -60,7 +60,7 @@ def parser() -> Parser:
     told = "names of rows in tables and page: smoe=Plain,xmoe=X-MoE"
     flags.add_argument("--names", type=words, default=[], metavar="ROW=TEXT,…", help=told)
     flags.add_argument("--baseline", metavar="ROW", help="the row that differences are taken against (the first)")
-    told = "the table's columns, by their titles: k=1,k=8,entropy,seeds"
+    told = "the table's columns, by their titles: k=1,k=8,entropy,seeds; all: each of them again"
     flags.add_argument("--columns", type=words, default=[], metavar="A,B", help=told)
     add_run_flags(flags)
     add_compare_flags(flags)
@@ -181,7 +181,7 @@ def shown(values: Any) -> str:
 
     plan = with_shown(required_plan(values.out), values.names, values.baseline, values.columns)
     every = replace(read_comparison(values.out), shown={**plan["shown"], "columns": ()})
-    for name in values.columns:
+    for name in plan["shown"].get("columns", ()) if values.columns else ():
         if name not in (known := ComparisonTable.of(every).header[1:]):
             raise RunError(f"--columns {name}: {did_you_mean(name, known)}")
     save_plan(values.out, {**required_plan(values.out), "shown": plan["shown"]})  # with rows of meanwhile

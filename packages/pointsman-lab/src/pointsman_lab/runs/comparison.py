@@ -54,7 +54,8 @@ def with_shown(
     Args:
         plan: the content of comparison.json.
         names: ROW=TEXT, for rows that are called otherwise; ROW= takes the name back.
-        baseline: the row that differences are taken against. columns: titles of the table's columns.
+        baseline: the row that differences are taken against.
+        columns: titles of the table's columns; `all`: each of them again.
 
     Raises:
         RunError: there is no such row; the titles are checked when the table is made.
@@ -73,6 +74,8 @@ def with_shown(
         raise RunError(f"--baseline {baseline!r}: {did_you_mean(baseline, rows)}")
     shown |= {"names": {row: name for row, name in called.items() if name != row}}
     shown |= {name: value for name, value in (("baseline", baseline), ("columns", list(columns))) if value}
+    if list(columns) == ["all"]:
+        del shown["columns"]
     return {**plan, "shown": shown}
 
 

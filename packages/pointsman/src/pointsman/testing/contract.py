@@ -64,7 +64,7 @@ def check_router(spec: str, dim: int = 16, num_experts: int = 4) -> None:
     """Runs the contract on the router that `spec` names, which takes some seconds. Random state stays as it is.
 
     Args:
-        spec: `name[:option=value]*[+mixer[:option=value]*]`.
+        spec: `name[:option=value]*[@choice[:option=value]*][+mixer[:option=value]*]`.
         dim: width of the hidden states.
         num_experts: E, at least 2.
 

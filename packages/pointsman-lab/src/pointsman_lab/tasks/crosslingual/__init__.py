@@ -10,7 +10,8 @@ EPILOG = """
 XTREME's tasks, for encoders (tiny-mlm): xnli, pawsx, pawsx-test, udpos, panx,
 tydiqa, xquad, mlqa, each also as NAME:languages=en+de. They are learned from
 English alone, and all languages are scored; k is that of pre-training, the
-length 128 or 384. --task-preset finetune-xmoe: X-MoE's settings.
+length 128 or 384. Others: xnli-dev, pawsx-dev, panx-dev, xquad-tydiqa,
+mlqa-dev. --task-preset finetune-xmoe: X-MoE's settings.
 """
 
 

@@ -240,7 +240,7 @@ def loss_free(
         step's quantile (quantile), in proportion to what is missing of the share that `real` gives each real expert
         (share: LongCat), or not (none).
     rate: how far it moves in a step (none = 0.001 for sign, 0.0005 for smebu, 0.01 for share; quantile has none).
-    centre: whether the change has mean 0 (none = for smebu and quantile, not for sign).
+    centre: whether the change has mean 0 (none = for smebu and quantile, not for sign and share).
     groups: the experts in so many equal runs, of which only the best may be chosen from.
     kept: how many groups, at least as many as k experts need.
     group_score: a group's score is the sum of its two largest (top2, DeepSeek-V3) or the largest (max, DeepSeek-V2).
