@@ -181,7 +181,7 @@ def shown(values: Any) -> str:
 
     plan = with_shown(required_plan(values.out), values.names, values.baseline, values.columns)
     every = replace(read_comparison(values.out), shown={**plan["shown"], "columns": ()})
-    for name in plan["shown"].get("columns", ()) if values.columns else ():
+    for name in () if values.columns == ["all"] else values.columns:
         if name not in (known := ComparisonTable.of(every).header[1:]):
             raise RunError(f"--columns {name}: {did_you_mean(name, known)}")
     save_plan(values.out, {**required_plan(values.out), "shown": plan["shown"]})  # with rows of meanwhile

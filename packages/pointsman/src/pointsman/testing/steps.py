@@ -33,7 +33,7 @@ def equals_the_reference(case: Case) -> None:
             named = [("the input", hidden), *layer.named_parameters()]
             gradients = {f"the gradient of {name}": one.grad for name, one in named if one.grad is not None}
             found.append({"the output": output.detach(), **gradients})
-        largest = max(1.0, *(float(one.abs().max()) for one in found[1].values() if one.numel()))  # rounding grows so
+        largest = max(1.0, *(float(one.abs().max()) for one in found[1].values() if one.numel()))  # as rounding does
         expect_same(found[0], found[1], f"width {width}", rtol=1e-4, atol=2e-5 * largest)
 
 
