@@ -55,9 +55,9 @@ seed down to the settings of the last round and on three between these. Where ra
 the second choice; that of the first stands behind the verdict, with its own where it is another, and a claim is decided
 only where both say the same. Exploratory grids were looked at while their seeds came in, so their p-values are too
 small by an unknown amount, and their verdicts only suggest what to ask next. [The protocol](protocol.md) says what was
-fixed before the runs. A note after a verdict has its figures in the sections Rates and Balance, or in other grids'
-lines. A star marks a claim that entered when its records were there already. Each grid's page has its command;
-claims.toml in `records/` has all.
+fixed before the runs. A note after a verdict has its figures in the section Balance, or in other grids' lines. A star
+marks a claim that entered when its records were there already. Each grid's page has its command; claims.toml in
+`records/` has all.
 """
 
 
@@ -86,11 +86,11 @@ class Page:
             first = judged_by_family(_tested(claims, folder, own, families, of_grid), primary)
             tested = [
                 replace(one, first=before.judged, plain_first=before.plain)
-                if {one.claim.grid, one.claim.base_grid} & again.keys() else one
+                if one.claim.grid in again else one
                 for one, before in zip(tested, first, strict=True)
             ]  # fmt: skip
         for one in tested:
-            check_cost(one.claim, shown.get(one.claim.grid), shown.get(one.claim.base_grid or one.claim.grid))
+            check_cost(one.claim, shown.get(one.claim.grid))
         whole = {name: [f"{first} \\\n    {_options(own.get(name))}--out GRID", *after]
                  for name, (first, *after) in commands.items()}  # fmt: skip
         whole |= {name: whole[name] + [one.replace("GRID", f"records/{other}") for one in whole[other]]
@@ -166,13 +166,10 @@ def _tested(
     return [
         Tested(
             one,
-            values_of(one, one.base, grids, cells, one.base_grid) or values_in_file(one, folder),
+            values_of(one, one.base, grids, cells) or values_in_file(one, folder),
             values_of(one, one.control, grids, cells) if one.control else None,
             unit_of(one, grids),
-            max(
-                families.get(name, Family()).seeds
-                for name in (one.family, of_grid.get(one.grid, ""), of_grid.get(one.base_grid, ""))
-            ),
+            max(families.get(name, Family()).seeds for name in (one.family, of_grid.get(one.grid, ""))),
             primary=families[one.family].kind == "primary",
         )
         for one in (tuned_claim(one, specs) for one in claims)

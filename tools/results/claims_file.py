@@ -29,7 +29,6 @@ family is then decided only where this grid's own rows and these give the same v
     base = "smoe-dropout"
     expected = "less"          # than the base's: "less" or "more"; "equal": within the margin
     margin = 0.01              # optional: a difference that counts as none; the default is the measure's
-    base_grid = "main-k2"      # optional: another grid, which has the base
     family = "decoder"         # optional: another than the grid's
     control = "frozen-scaled"  # optional: the same difference to this row
     base_k = 8                 # optional: k of base and control; the default is k
@@ -119,7 +118,6 @@ class Claim:
     base_k: int = 0
     row: str = ""
     base: str = ""
-    base_grid: str = ""
     expected: str = "less"
     control: str = ""
     attack: str = "word-enwik8-test"
@@ -161,11 +159,8 @@ def read_claims(file: Path) -> tuple[dict[str, list[str]], dict[str, Family], li
             raise RunError(f"{where}: unknown measure {claim.measure!r}: {did_you_mean(claim.measure, UNITS)}")
         if claim.measure in AT_ONE_K and not claim.k:
             raise RunError(f"{where}: measure={claim.measure!r} needs a k")
-        for grid in (claim.grid, claim.base_grid or claim.grid) if claim.measure else ():
-            if grid not in commands:
-                raise RunError(f"{where}: unknown grid {grid!r}: {did_you_mean(grid, commands)}")
-        if claim.base_grid and not claim.measure:
-            raise RunError(f"{where}: base_grid={claim.base_grid!r} needs a measure")
+        if claim.measure and claim.grid not in commands:
+            raise RunError(f"{where}: unknown grid {claim.grid!r}: {did_you_mean(claim.grid, commands)}")
         if claim.losses and (not claim.family or claim.control):
             raise RunError(f"{where}: a claim about losses names its family, and has no control")
         if claim.exam and claim.exam not in TASKS:
@@ -210,48 +205,34 @@ def unit_of(claim: Claim, grids: Mapping[str, Comparison]) -> str:
     return "of the time" if claim.timings else "of the score" if claim.exam else "bits" if claim.losses else ""
 
 
-def values_of(
-    claim: Claim, other: str, grids: Mapping[str, Comparison], cells: Cells, grid: str = ""
-) -> list[float]:  # fmt: skip
-    """The claim's row minus another row, one a seed that both have; none where either has not been run.
-
-    Args:
-        grid: which has the other row; the default is the claim's.
-    """
+def values_of(claim: Claim, other: str, grids: Mapping[str, Comparison], cells: Cells) -> list[float]:
+    """The claim's row minus another row, one a seed that both have; none where either has not been run."""
     if claim.exam:
         return list(difference(cells, claim.exam, claim.row, other).values)
-    mine, theirs = grids.get(claim.grid), grids.get(grid or claim.grid)
-    if not other or mine is None or theirs is None or not claim.measure:
+    grid = grids.get(claim.grid)
+    if not other or grid is None or not claim.measure:
         return []
-    if mine.settings != theirs.settings:
-        raise RunError(f"{CLAIMS}, {claim.claim!r}: {claim.grid} and {grid} have other settings: no pairs")
-    one = claim.measured.of(mine, claim.row)
-    two = replace(claim.measured, k=claim.base_k or claim.k).of(theirs, other)
+    one = claim.measured.of(grid, claim.row)
+    two = replace(claim.measured, k=claim.base_k or claim.k).of(grid, other)
     return [one[seed] - two[seed] for seed in sorted(one.keys() & two.keys())]
 
 
 def tuned_claim(claim: Claim, specs: Mapping[str, Mapping[str, str]]) -> Claim:
-    """The claim with the rows of its grids in place of those that were asked for: grid -> row -> spec."""
-    mine, theirs = specs.get(claim.grid, {}), specs.get(claim.base_grid or claim.grid, {})
-    row, control = (mine.get(name, name) for name in (claim.row, claim.control))
-    return replace(claim, row=row, base=theirs.get(claim.base, claim.base), control=control)
+    """The claim with the rows of its grid in place of those that were asked for: grid -> row -> spec."""
+    own = specs.get(claim.grid, {})
+    row, base, control = (own.get(name, name) for name in (claim.row, claim.base, claim.control))
+    return replace(claim, row=row, base=base, control=control)
 
 
-def check_cost(claim: Claim, grid: Comparison | None, other: Comparison | None) -> None:
+def check_cost(claim: Claim, grid: Comparison | None) -> None:
     """Refuses a claim on what routing gains over a dense row that costs less, without a control that tells them apart.
 
     Such a control has been run, and is the row's own `+uniform`, or a dense row of its cost (within 2 %).
-
-    Args:
-        grid: which has the row and the control. other: which has the base.
     """
-    if grid is None or other is None or not claim.measure:
-        return
-    if claim.row not in grid.routers or claim.base not in other.routers:
+    if grid is None or not claim.measure or not {claim.row, claim.base} <= {*grid.routers}:
         return
     rows = {one.router: one for one in ComparisonTable.of(grid).rows}
-    theirs = rows if other is grid else {one.router: one for one in ComparisonTable.of(other).rows}
-    row, base, control = rows[claim.row], theirs[claim.base], rows.get(claim.control)
+    row, base, control = rows[claim.row], rows[claim.base], rows.get(claim.control)
     if row.router_parameters is None or base.router_parameters is not None or not (row.cost and base.cost):
         return
     mine, least = row.cost["flops"], base.cost["flops"]

@@ -90,8 +90,7 @@ class Tested:
         """What is compared, or the command that would compare it, or why there is none."""
         claim = self.claim
         if claim.measure:
-            of = f" of `{claim.base_grid}`" if claim.base_grid else ""
-            of += f" at k = {claim.base_k}" if claim.base_k else ""
+            of = f" at k = {claim.base_k}" if claim.base_k else ""
             return f"`{claim.grid}`: `{claim.row}` against `{claim.base}`{of}, {claim.measured.text}"
         if claim.exam:
             return f"[exam](../exam/index.md), {claim.exam}: `{claim.row}` against `{claim.base}`"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -167,15 +166,6 @@ def test_a_gain_over_a_cheaper_dense_row_needs_a_control(tmp_path: Path) -> None
         (tmp_path / CLAIMS).write_text(PAGE + claim("smoe", base=base, control=control))
         with pytest.raises(RunError, match="plain costs 4 MFLOP a token, smoe 6: name a control"):
             Page.read(tmp_path)
-    shutil.copytree(tmp_path / "tiny", tmp_path / "other")
-    plan = json.loads((tmp_path / "tiny" / "comparison.json").read_text())
-    left = [router for router in plan["routers"] if router != "plain"]
-    other = PAGE + '[grids.other]\ncommand = "pointsman compare"\n'
-    (tmp_path / "tiny" / "comparison.json").write_text(json.dumps({**plan, "routers": left}))
-    (tmp_path / CLAIMS).write_text(other + claim("smoe", base="plain", base_grid="other"))
-    with pytest.raises(RunError, match="plain costs 4 MFLOP a token, smoe 6: name a control"):
-        Page.read(tmp_path)
-    (tmp_path / "tiny" / "comparison.json").write_text(json.dumps(plan))
     for base, control in (("plain", "smoe+uniform"), ("plain", "dense-matched"), ("dense", ""), ("smoe+uniform", "")):
         (tmp_path / CLAIMS).write_text(PAGE + claim("smoe", base=base, control=control))
         assert len(Page.read(tmp_path).tested) == 1

@@ -6,7 +6,6 @@ import importlib
 import json
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -111,31 +110,6 @@ def test_claims_find_the_rows_whose_rate_was_tuned(tmp_path: Path) -> None:
     file.write_text(json.dumps({**plan, "tuned": {"ahead": {"row": "asked", "learning_rate": "0.5"}}}))
     with pytest.raises(RunError, match=r"seed-0: learning_rate is .*tiny chose 0.5 for ahead"):
         Page.read(folder)
-
-
-def test_a_claims_base_may_be_of_another_grid(tmp_path: Path) -> None:
-    folder = invented(tmp_path)
-    shutil.copytree(folder / "tiny", folder / "other")
-    file = folder / "other" / "comparison.json"
-    tuned = {"behind": {"row": "smoe", "learning_rate": "0.001"}}
-    file.write_text(json.dumps({**json.loads(file.read_text()), "tuned": tuned}))
-    grids = '[grids.other]\ncommand = "pointsman compare"\nfamily = "main"\n[families.main]\nseeds = 3\n'
-    (folder / CLAIMS).write_text(PAGE + grids + claim("ahead") + claim("ahead", base_grid="other"))
-    here, other = Page.read(folder).tested
-    assert other.test == "`tiny`: `ahead` against `behind` of `other`, quality, k = 1"
-    assert min(mine - its for mine, its in zip(here.values, other.values, strict=True)) > 0, "behind is worse than smoe"
-    (folder / CLAIMS).write_text(PAGE + grids.replace("= 3", "= 12") + claim("ahead", base_grid="other"))
-    assert Page.read(folder).tested[0].figure == "-", "nobody looks before all seeds of that grid are there"
-    plan = json.loads(file.read_text())
-    file.write_text(json.dumps({**plan, "settings": {**plan["settings"], "steps": 7}}))
-    for wrong, message in (
-        (claim("ahead", base_grid="other"), "tiny and other have other settings: no pairs"),
-        (claim("ahead", base_grid="othre"), "unknown grid 'othre'"),
-        (claim("ahead", measure="", base_grid="other"), "base_grid='other' needs a measure"),
-    ):
-        (folder / CLAIMS).write_text(PAGE + grids + wrong)
-        with pytest.raises(RunError, match=message):
-            Page.read(folder)
 
 
 def test_a_note_stands_after_the_verdict(tmp_path: Path) -> None:
