@@ -279,6 +279,17 @@ def test_classes_that_route_in_their_blocks(name: str) -> None:
         assert all(router.select.bias.any() for router in routers)
 
 
+def test_phi_moe_multiplies_its_gates_input_by_noise_and_not_the_logits() -> None:
+    model = spread(zoo.tiny_model("phimoe", input_jitter_noise=0.5)).train()
+    gate = find_gates(model)[0].module
+    hidden = torch.randn(9, 32, generator=torch.Generator().manual_seed(3))
+    torch.manual_seed(0)
+    expected = gate(hidden.clone())
+    hf.replace_routers(model, "smoe")
+    torch.manual_seed(0)
+    torch.testing.assert_close(gate(hidden), expected)
+
+
 def test_switchs_capacity_is_of_tokens_in_each_sequence() -> None:
     model = spread(zoo.tiny_model("switch_transformers", expert_capacity=3))
     gate = find_gates(model)[0]

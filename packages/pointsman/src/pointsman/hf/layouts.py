@@ -102,7 +102,6 @@ class Layout:
         rules: routers, besides those for all classes, whose rule it can express.
         allowed: options of them that no other class allows.
         note: what its block does with the routing that nobody expects.
-        jitter: the attribute with the reach of its input's noise in training, and the value for none; None: no noise.
     """
 
     kind: Kind
@@ -117,7 +116,6 @@ class Layout:
     rules: tuple[str, ...] = ()
     allowed: tuple[str, ...] = ()
     note: str = ""
-    jitter: tuple[str, float | None] | None = None
 
     def carrier(self, output: Any) -> Tensor:
         """The tensor through which the block's gradient reaches the router."""
@@ -200,11 +198,11 @@ def _write_nllb(logits: Tensor, weights: Tensor, experts: Tensor, shape: tuple[i
 
 LAYOUTS = {
     "Llama4Router": Layout("sigmoid", _read_llama4, _write_llama4, 0, options=("weigh=input",)),
-    "DbrxRouter": Layout("softmax", _read_dbrx, None, None, jitter=("moe_jitter_eps", None)),
+    "DbrxRouter": Layout("softmax", _read_dbrx, None, None),
     "JetMoeTopKGating": Layout("softmax", _read_jetmoe, _write_jetmoe, 2, block="JetMoeMoE", own_k=True),
     "SwitchTransformersTop1Router": Layout(
         "softmax", _read_switch, _write_switch, 1, sequence=True, fixed_k=1, rules=("switch",),
-        allowed=("capacity", "capacity_unit"), jitter=("jitter_noise", 0.0),
+        allowed=("capacity", "capacity_unit"),
     ),
     "NllbMoeTop2Router": Layout(
         "softmax", _read_nllb, _write_nllb, 1, fixed_k=2,
@@ -213,6 +211,11 @@ LAYOUTS = {
     ),
 }  # fmt: skip
 """Class of the gate -> what it returns."""
+JITTER: dict[str, tuple[str, float | None]] = {
+    "DbrxRouter": ("moe_jitter_eps", None), "PhimoeTopKRouter": ("input_jitter_noise", 0.0),
+    "SwitchTransformersTop1Router": ("jitter_noise", 0.0),
+}  # fmt: skip
+"""Class of the gate -> the attribute with the reach of its input's noise in training, and the value for none."""
 
 
 def first_k(module: nn.Module, block: nn.Module, form: Form) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pointsman.delivery import Deliver
 from pointsman.hf.gates import TOKEN_IDS
-from pointsman.hf.layouts import LAYOUTS, Form, Layout
+from pointsman.hf.layouts import JITTER, LAYOUTS, Form
 from pointsman.hf.surgery.scorers import Strength
 from pointsman.hf.surgery.state import ForwardState
 from pointsman.routers.frame.stage_values import Scores, Selection
@@ -41,13 +41,8 @@ class PassThrough(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
-def _pass_through() -> PassThrough:
-    placeholder = torch.empty(0).as_subclass(PassThrough)
-    placeholder._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers must not initialise it
-    return placeholder
-
-
-PASS_THROUGH = _pass_through()
+PASS_THROUGH: Any = torch.empty(0).as_subclass(PassThrough)
+PASS_THROUGH._is_hf_initialized = True  # transformers must not initialise it
 
 
 class ClassRule(Selector):
@@ -147,7 +142,7 @@ class _Routed:
         router, rule, form = self.pointsman, self.pointsman.select, self.pointsman_form
         layout, dtype, shape = LAYOUTS.get(form.layout), hidden_states.dtype, tuple(hidden_states.shape[:-1])
         if isinstance(rule, ClassRule):
-            hidden_states, call = _jittered(self, layout, hidden_states)
+            hidden_states, call = _jittered(self, hidden_states)
             rule.call = lambda logits: call(logits, *args, **kwargs)
         state = self.pointsman_state
         if form.table:
@@ -179,15 +174,13 @@ class _Routed:
         return (*output[: form.weights], weights, *output[form.weights + 1 :])
 
 
-def _jittered(gate: Any, layout: Layout | None, hidden: Tensor) -> tuple[Tensor, Callable[..., Any]]:
+def _jittered(gate: Any, hidden: Tensor) -> tuple[Tensor, Callable[..., Any]]:
     """The gate's input with the noise that its class multiplies it by in training, and the class's forward without."""
     forward = partial(gate.own_class.forward, gate)
-    reach = getattr(gate, layout.jitter[0]) if layout is not None and layout.jitter is not None else None
+    name, off = JITTER.get(type(gate).__name__, ("", None))
+    reach = getattr(gate, name, None)
     if not reach or not gate.training:
         return hidden, forward
-    assert layout is not None
-    assert layout.jitter is not None
-    name, off = layout.jitter
 
     def call(*args: Any, **kwargs: Any) -> Any:
         setattr(gate, name, off)
