@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -71,6 +73,16 @@ def test_of_routers_without_a_trained_tensor(spec: str) -> None:
     with pointsman.set_top_k(model, 1):
         assert [gate.module.top_k for gate in find_gates(model)] == [1, 1]
     hf.balance(hf.replace_routers(zoo.tiny_model("deepseek_v3"), spec), how="bias")
+
+
+def test_a_configuration_with_one_k_for_each_layer(tmp_path: Path) -> None:
+    model = zoo.tiny_model("hunyuan_v1_moe", moe_topk=[2, 2])
+    with pointsman.set_top_k(model, 3):
+        pass
+    assert model.config.moe_topk == [2, 2]
+    pointsman.set_top_k(model, 1)
+    model.save_pretrained(tmp_path)
+    assert [gate.module.top_k for gate in find_gates(type(model).from_pretrained(tmp_path))] == [1, 1]
 
 
 def test_restores_after_an_error() -> None:

@@ -85,7 +85,8 @@ def _copies(model: nn.Module, current: set[int]) -> Iterator[TopKField]:
         for owner in (module, config, getattr(config, "ffn_config", config)):  # DBRX keeps it there
             for name in CONFIG_NAMES:
                 value = owner.__dict__.get(name)
-                if isinstance(value, int) and not isinstance(value, bool) and value in current:
+                of_layers = value if isinstance(value, list) else [value]  # HunYuan has one for each
+                if all(type(one) is int and one in current for one in of_layers):
                     yield TopKField(owner, name)
 
 
