@@ -190,3 +190,10 @@ def test_a_hugging_face_model(runs, tmp_path):
     assert found["protocol"]["tokens"] == layer["entropy"]["tokens"]
     assert layer["specialisation"]["mutual_information"] is not None
     assert "experts used" in summary(found)
+    from pointsman import hf
+
+    hf.replace_routers(model, "hyperrouter").save_pretrained(tmp_path)
+    replaced = diagnose_path(tmp_path, settings=replace(SHORT, data=str(runs / "words.txt")))
+    assert [layer["router"] for layer in replaced["layers"].values()] == ["hyperrouter"] * 2
+    loads = [layer["load"]["share"] for layer in replaced["layers"].values()]
+    assert loads == [layer["load"]["share"] for layer in found["layers"].values()]  # its first forward is the old one's

@@ -356,3 +356,21 @@ def test_what_cannot_be_done_is_refused(name: str, change: dict[str, Any], says:
     with pytest.raises(ValueError, match=says):
         compress(zoo.tiny_model(name), tokenizer(), **{"texts": texts(4), "length": 16, **change})
     assert set(METHODS) >= {"reap", "frequency", "norm", "mean", "hc-smoe", "m-smoe", "search"}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "says"),
+    [
+        ("mixtral", {"num_experts_per_tok": 8}, "needs all 8 experts of a layer: it chooses 8$"),
+        ("deepseek_v3", {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}, "it chooses 3 from 4 groups"),
+    ],
+)
+def test_a_model_that_needs_all_its_experts_says_so(name: str, settings: dict[str, int], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        compress(zoo.tiny_model(name, **settings), tokenizer(), texts(4), length=16)
+
+
+def test_replaced_gates_have_to_be_plain_ones_first() -> None:
+    model = hf.replace_routers(spread(zoo.tiny_model("mixtral")), "hyperrouter")
+    with pytest.raises(ValueError, match=r"its gate is the router 'hyperrouter'; materialize\(model\) first"):
+        compress(model, tokenizer(), texts(4), length=16)

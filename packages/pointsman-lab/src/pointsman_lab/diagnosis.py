@@ -227,7 +227,7 @@ def _entropy_ratio(one: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[
 
 
 def _of_hugging_face(name: str, settings: Settings, watch: Progress | None) -> dict[str, Any]:
-    """A Hugging Face MoE with each gate replaced by a router with the same routing."""
+    """A Hugging Face MoE with its own routers, or with each gate replaced by a router with the same routing."""
     from pointsman.hf import replace_routers
     from pointsman.hf.loading import load_model, load_tokenizer
     from pointsman_lab.checkpoints.text import refuse_unknown_tokens
@@ -239,7 +239,8 @@ def _of_hugging_face(name: str, settings: Settings, watch: Progress | None) -> d
         model, tokenizer = load_model(name, device=settings.device), load_tokenizer(name)
     except RunError as error:
         raise RunError(f"{name}: no run here, and {str(error).removeprefix(f'{name}: ')}") from None
-    replace_routers(model, "smoe")
+    if not any(True for _ in named_routers(model)):  # else it was saved with routers
+        replace_routers(model, "smoe")
     corpus = open_text(settings.data or "stdlib")
     split = settings.split or "test"
     length, rows = min(512, getattr(model.config, "max_position_embeddings", 512)), 4

@@ -42,13 +42,19 @@ def cuttable(model: nn.Module) -> tuple[list[Gate], int, int, int]:
             raise ValueError(f"compress: {kind}, layer {gate.layer!r}: {reason}")
     if len({gate.num_experts for gate in gates}) > 1:
         raise ValueError(f"compress: {kind}: its layers differ in their number of experts: it is compressed already")
-    return gates, gates[0].num_experts, max(map(_fewest, gates)), max(map(groups_of, gates))
+    number, least, groups = gates[0].num_experts, max(map(_fewest, gates)), max(map(groups_of, gates))
+    if least >= number:
+        chosen = str(gate_top_k(gates[0]).value) + ("" if groups == 1 else f" from {groups} groups")
+        raise ValueError(f"compress: {kind} needs all {number} experts of a layer: it chooses {chosen}")
+    return gates, number, least, groups
 
 
 def _uncut(gate: Gate) -> str | None:
     """Why the experts of this layer cannot be cut; None if they can."""
-    name = f"its gate {type(gate.module).__name__}"
-    if gate.layout is not None or gate.form.table or hasattr(gate.module, "pointsman"):
+    name, router = f"its gate {type(gate.module).__name__}", getattr(gate.module, "pointsman", None)
+    if router is not None:
+        return f"its gate is the router {router.spec!r}; materialize(model) first"
+    if gate.layout is not None or gate.form.table:
         return f"{name} is not a plain one"
     if reason := why_unreadable(gate):
         return reason
