@@ -85,6 +85,16 @@ def test_a_configuration_with_one_k_for_each_layer(tmp_path: Path) -> None:
     assert [gate.module.top_k for gate in find_gates(type(model).from_pretrained(tmp_path))] == [1, 1]
 
 
+def test_a_gate_with_an_adapter_has_to_be_merged_first() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(zoo.tiny_model("mixtral"), peft.LoraConfig(target_modules="all-linear"))
+    with pytest.raises(ValueError, match=r"mlp.gate: it has an adapter of PEFT; merge_and_unload\(\) gives"):
+        pointsman.set_top_k(model, 1)
+    merged = model.merge_and_unload()
+    pointsman.set_top_k(merged, 1)
+    assert [gate.module.top_k for gate in find_gates(merged)] == [1, 1]
+
+
 def test_restores_after_an_error() -> None:
     model = zoo.tiny_model("mixtral")
     with pytest.raises(RuntimeError, match="stop"), pointsman.set_top_k(model, 1):

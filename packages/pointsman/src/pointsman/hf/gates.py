@@ -74,6 +74,8 @@ class Gate:
 
 def owner_of(gate: nn.Module) -> str:
     """Path from the gate to the module with the scoring matrix `weight` [E, dim]; NotAGateError unless there is one."""
+    if hasattr(gate, "base_layer"):
+        raise NotAGateError("it has an adapter of PEFT; merge_and_unload() gives the model without")
     own = [name for name, tensor in gate.named_parameters() if tensor.dim() == 2 and name.split(".")[-1] == "weight"]
     if len(own) != 1 or own[0].count(".") > 1:
         raise NotAGateError(f"{type(gate).__name__} scores with {len(own)} matrices, not with one")
