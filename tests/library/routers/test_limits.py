@@ -73,3 +73,19 @@ def test_large_logits_are_numbers(spec: str) -> None:
     for size in (1e4, 1e6):
         routed(spec, size * hidden[:1, :1])
         routed(spec, size * hidden)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize("spec", [*SPECS, "loss-free:update=quantile:bins=0", "smoe:balance=0.1:balance_scope=step"])
+def test_a_step_that_a_loss_scaler_skipped_spoils_no_state(spec: str, value: str) -> None:
+    torch.manual_seed(0)
+    layer = MoE(DIM, 4, EXPERTS, router=spec, vocab_size=32)
+    context = RoutingContext(token_ids=torch.arange(10).view(2, 5))
+    for bad in (True, False, False):
+        hidden = torch.full((2, 5, DIM), float(value)) if bad else torch.randn(2, 5, DIM)
+        layer(hidden, context).sum().backward()
+        layer.zero_grad()
+        if not bad:
+            step_end(layer)
+    for name, buffer in layer.router.named_buffers():
+        assert bool(buffer.isfinite().all()), name

@@ -241,6 +241,22 @@ def test_a_step_of_padding_alone_moves_nothing(update: str) -> None:
         assert torch.equal(before, after)
 
 
+@pytest.mark.parametrize("bins", [0, 1000])
+def test_a_micro_batch_at_k_of_all_experts_moves_no_quantile(bins: int) -> None:
+    hidden, biases = torch.randn(2, 9, 5), []
+    for every in (False, True):
+        torch.manual_seed(0)
+        layer = MoE(5, 3, EXPERTS, router=f"loss-free:update=quantile:bins={bins}")
+        layer(hidden).sum().backward()
+        if every:
+            with set_top_k(layer, EXPERTS):
+                layer(hidden).sum().backward()
+        step_end(layer)
+        biases.append(layer.router.select.bias)
+    assert biases[0].any()
+    assert torch.equal(*biases)
+
+
 def test_the_bias_balances() -> None:
     layer = MoE(5, 3, EXPERTS, router="loss-free:rate=0.01").requires_grad_(False)
     with torch.no_grad():

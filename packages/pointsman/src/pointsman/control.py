@@ -93,15 +93,11 @@ class set_top_k:  # noqa: N801 - used like a function
 
 
 def is_huggingface(module: nn.Module) -> bool:
-    """Whether the routers in it are those of a transformers model, plain or wrapped (PEFT, DataParallel)."""
-    return _has_huggingface_parts(module) and not any(isinstance(part, MoE) for part in module.modules())
-
-
-def _has_huggingface_parts(module: nn.Module) -> bool:
-    """Classes of transformers, or those that come with a checkpoint (trust_remote_code)."""
-    return any(
-        type(part).__module__.startswith(("transformers.models.", "transformers_modules.")) for part in module.modules()
-    )
+    """Whether the routers in it are those of a transformers model, plain or wrapped (PEFT, DataParallel), whose classes
+    may have come with a checkpoint (trust_remote_code)."""
+    homes = ("transformers.models.", "transformers_modules.")
+    known = any(type(part).__module__.startswith(homes) for part in module.modules())
+    return known and not any(isinstance(part, MoE) for part in module.modules())
 
 
 def freeze(model: nn.Module, *roles: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -180,6 +182,22 @@ def test_the_head_is_a_running_mean_taken_over_in_step_end() -> None:
     with torch.no_grad():
         mix.head_entropy.neg_()
     assert not torch.allclose(layer.router(hidden, RoutingContext(attention=trace(hidden))).probs, chosen)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_attention_that_overflowed_in_a_skipped_step_chooses_no_head(first: bool) -> None:
+    layer, seen = MoE(DIM, 4, EXPERTS, router="attention").double(), draw(B, T, DIM)
+    for bad in (True, False) if first else (False, True):
+        before = layer.router.mix.head_entropy
+        given = trace(seen)
+        given = replace(given, query=given.query * torch.inf) if bad else given
+        layer(seen.requires_grad_(), RoutingContext(attention=given)).sum().backward()
+        layer.zero_grad()
+        pointsman.step_end(layer)
+        assert not bad or not before.numel() or torch.equal(layer.router.mix.head_entropy, before)
+    assert int(layer.router.mix.head_steps) == 1
+    assert bool(layer.router.mix.head_entropy.isfinite().all())
+    assert layer.router.mix.head_entropy.any()
 
 
 def test_the_state_travels_with_the_checkpoint() -> None:

@@ -199,8 +199,10 @@ class AttentionInform(TokenMixer):
         mean = (sums / tokens.clamp_min(1)).to(self.sigma.dtype)
         if len(self.head_entropy) != len(mean):
             self.head_entropy = torch.zeros_like(mean)
-        self.head_steps += 1
-        self.head_entropy.lerp_(mean, (1 / self.head_steps).clamp_min(RUNNING_SHARE).to(mean.dtype))
+        known = mean.isfinite().all()  # a step that a loss scaler skipped may have overflowed
+        self.head_steps += known
+        share = (1 / self.head_steps.clamp_min(1)).clamp_min(RUNNING_SHARE).to(mean.dtype)
+        self.head_entropy.lerp_(torch.where(known, mean, self.head_entropy), share)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         saved = state_dict.get(f"{prefix}head_entropy")

@@ -50,8 +50,9 @@ class WithMeans(Selector):
         if "served" not in self.sums:
             return
         served = self.sums["served"][:, None]
-        mean = self.sums["outputs"] / served.clamp_min(1)
-        self.means.copy_(torch.where(served > 0, torch.lerp(mean.to(self.means), self.means, self.decay), self.means))
+        mean = (self.sums["outputs"] / served.clamp_min(1)).to(self.means)
+        moves = (served > 0) & mean.isfinite()  # a step that a loss scaler skipped may have overflowed
+        self.means.copy_(torch.where(moves, torch.lerp(mean, self.means, self.decay), self.means))
 
 
 def means_of_others(selection: Selection, given: LossInput) -> Selection:

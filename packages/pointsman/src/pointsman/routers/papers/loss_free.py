@@ -110,7 +110,7 @@ class QuantileUpdate(SignUpdate):
 
     def statistics(self, scores: Tensor, bias: Tensor, k: int, mask: Tensor | None) -> Tensors:
         if k == len(bias):
-            return {}
+            return {"counts": torch.zeros_like(bias, dtype=torch.int64)}  # of tokens without margins
         margins = scores - (scores + bias).topk(k + 1, dim=-1).values[:, -1:]
         if self.bins:
             return {"histogram": column_histogram(margins, *self._range(bias), self.bins, mask)}
@@ -125,7 +125,8 @@ class QuantileUpdate(SignUpdate):
         chosen = sums["counts"].sum()
         rank = chosen // len(bias)
         if len(sums.get("margins", ())):
-            bias.copy_(self.centred(-sums["margins"].sort(0, descending=True).values[int(rank)]))
+            moved = self.centred(-sums["margins"].sort(0, descending=True).values[int(rank)])
+            bias.copy_(torch.where(moved.isfinite(), moved, bias))  # a skipped step's may be NaN
         elif "histogram" in sums:
             moved = self.centred(-largest_of_histogram(sums["histogram"], rank, *self._range(bias)))
             bias.copy_(torch.where(chosen > 0, moved, bias))
