@@ -394,7 +394,7 @@ def test_names_baseline_and_columns_of_a_comparison(tmp_path: Path, capsys: pyte
     assert "smoe" in capsys.readouterr().out
 
 
-def test_rows_that_nobody_trains_are_told_before_the_training(
+def test_rows_and_columns_that_nobody_gets_are_told_before_the_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = ["compare", "--routers", "smoe,xmoe", "--data", "stdlib", "--out", str(tmp_path / "new")]
@@ -402,7 +402,18 @@ def test_rows_that_nobody_trains_are_told_before_the_training(
     assert "did you mean 'smoe'" in capsys.readouterr().err
     assert main([*base, "--names", "xmo=X-MoE"]) == 2
     assert "did you mean 'xmoe'" in capsys.readouterr().err
+    for title, meant in (("entrpy", "entropy"), ("k=16", "k=1")):
+        assert main([*base, "--columns", f"k=8,experts/token,{title}"]) == 2
+        assert f"--columns {title}: did you mean '{meant}'" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+def test_columns_of_other_rows_are_known_before_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = write_comparison(tmp_path / "mine", ["smoe"], [0], top_k=[3])
+    monkeypatch.setattr("pointsman_lab.training.compare.compare", lambda *_, **__: None)
+    words = ["compare", "--routers", "smoe", "--top-k", "1", "--columns", "k=3,s/step", "--out", str(out)]
+    assert main(words) == 0
+    assert list(ComparisonTable.read(out).grid().header) == ["router", "k=3", "s/step"]
 
 
 def test_a_kept_column_that_is_gone_is_left_out(tmp_path: Path) -> None:

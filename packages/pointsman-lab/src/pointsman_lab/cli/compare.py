@@ -122,6 +122,7 @@ def run(arguments: Sequence[str]) -> int:
         known = read_plan(values.out) or {"routers": ()}
         rows = dict.fromkeys((*known["routers"], *plan.routers))
         with_shown({**known, "routers": rows}, values.names, values.baseline, ())  # told before the training
+    check_columns(values, plan)
 
     def tables() -> None:
         with suppress(RunError):  # rows that wait for another evaluation stand in no table with those that have it
@@ -153,6 +154,21 @@ def run(arguments: Sequence[str]) -> int:
             fine_tune_comparison(values, values.out, device, hosts)
     print(f"\n{write_page(values.out, explorer=True)}", file=sys.stderr)
     return 0
+
+
+def check_columns(values: Any, plan: Plan) -> None:
+    """Refuses titles that no column will have, before the training; `shown` refuses those that only may have been."""
+    if values.columns in ([], ["all"]):
+        return
+    from pointsman_lab.report.tables import OTHERS
+    from pointsman_lab.runs.comparison import read_comparison, read_plan
+
+    before = read_comparison(values.out).runs.values() if read_plan(values.out) else ()
+    ks = {*plan.base.eval_top_k, plan.base.model.num_experts}.union(*(run.results() for run in before))
+    known = [*(f"k={k}" for k in sorted(ks)), *OTHERS]
+    for name in values.columns:
+        if name not in known:
+            raise RunError(f"--columns {name}: {did_you_mean(name, known)}")
 
 
 def tuned_plan(plan: Plan, told: Sequence[str], out: Path, device: str, jobs: int | None, hosts: Hosts | None) -> Plan:

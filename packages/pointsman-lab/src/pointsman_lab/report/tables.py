@@ -18,6 +18,7 @@ from pointsman_lab.runs.comparison import Comparison, read_comparison
 from pointsman_lab.runs.record import RunRecord, over_layers
 
 COSTS = ("mflop", "active", "params")
+OTHERS = ("entropy", "experts/token", "router params", *COSTS, "s/step", "seeds")  # titles after those of k
 CSV_COSTS = ("FLOPs a token", "active parameters", "parameters")
 ENTROPY = "Entropy: nats, of the router's full distribution, mean over tokens and layers at the largest k"
 COUNTED = (
@@ -185,9 +186,8 @@ class ComparisonTable(Forms):
     @property
     def header(self) -> list[str]:
         """The titles of all columns."""
-        costs = ["router params", *(COSTS if self.counted else ()), "s/step", "seeds"]
-        experts = ["experts/token"] if self.varies else []
-        return ["router", *self.titles, "entropy", *experts, *([] if self.audit else costs)]
+        gone = {*(() if self.varies else OTHERS[1:2]), *(OTHERS[2:] if self.audit else () if self.counted else COSTS)}
+        return ["router", *self.titles, *(title for title in OTHERS if title not in gone)]
 
     @property
     def counted(self) -> bool:
