@@ -93,6 +93,15 @@ def test_run_page(tmp_path: Path) -> None:
     assert "--set clip_norm" not in found.text
 
 
+def test_the_page_calls_no_validation_text_test_text(tmp_path: Path) -> None:
+    out = write_comparison(tmp_path / "mine", ["smoe"], [0], explorer=True)
+    file = out / "runs" / "r0" / "seed-0" / "explorer.json"
+    file.write_text(file.read_text().replace('"split": "test"', '"split": "valid"'))  # as of masked language models
+    text = page(out).text
+    assert "Evaluated text, coloured by expert" in text
+    assert "test text" not in text.lower()
+
+
 def test_the_command_of_a_run_with_a_router_of_its_own_imports_it(tmp_path: Path) -> None:
     run = write_run(tmp_path / "r", "elsewhere")
     config = json.loads((run / "config.json").read_text())
