@@ -169,8 +169,9 @@ def test_asked_to_stop_while_it_asks_it_saves(
             return self.asked > 1
 
     with pytest.raises(Interrupted) as caught:
-        run(settings(), stop=Late())
-    assert steps_of(tmp_path / "run" / "checkpoints") == [caught.value.step]
+        run(settings(), "my run", stop=Late())
+    assert steps_of(tmp_path / "my run" / "checkpoints") == [caught.value.step]
+    assert f"(--out '{tmp_path / 'my run'}') goes on" in str(caught.value), "as a shell takes it"
 
 
 def test_killed_with_signal_9_and_resumed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -95,4 +96,4 @@ def write_page(out: Path, *, explorer: bool = False) -> str:
         page = f"page: {write_report(out)}"
     except RunError as missing:
         return f"no page: {missing}"
-    return f"{page}; with maps and a routing explorer: pointsman report {out}" if explorer else page
+    return f"{page}; with maps and a routing explorer: pointsman report {shlex.quote(str(out))}" if explorer else page

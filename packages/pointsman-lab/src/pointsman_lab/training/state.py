@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -44,7 +45,8 @@ class Interrupted(Stopped):
     """The run was asked to stop and has saved."""
 
     def __init__(self, out: Path, step: int) -> None:
-        super().__init__(f"stopped after step {step}; saved: the same command with --resume (--out {out}) goes on")
+        where = f"(--out {shlex.quote(str(out))})"
+        super().__init__(f"stopped after step {step}; saved: the same command with --resume {where} goes on")
         self.out = out
         self.step = step
 
