@@ -13,7 +13,7 @@ import math
 import multiprocessing
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +53,8 @@ FIRST_POINT = 0.1
 """How far the first point of an exam's curve may lie from that of the training again, after a tenth of the steps."""
 FASTEST = 10
 """How many times as fast as here an entry may have trained: machines differ, and its seconds are its own word."""
+UNEVEN = {"rel_tol": 0.5, "abs_tol": 0.1}
+"""How far the loads' squared variation may lie from that of the training again, on another machine."""
 KNOWN = record()
 
 
@@ -180,12 +182,17 @@ def compared(theirs: Mapping[str, Any], ours: Mapping[str, Any], tolerance: floa
             raise RunError(f"{where}: the log has a loss of {loss} at step {step}, trained again {losses.get(step)}")
     if not pairs:
         raise RunError(f"{where}: its log is empty")
-    values, own = ({one["top_k"]: one["value"] for one in of["evaluation"]["results"]} for of in (theirs, ours))
+    figures, again = ({one["top_k"]: one for one in of["evaluation"]["results"]} for of in (theirs, ours))
+    values, own = ({k: one["value"] for k, one in of.items()} for of in (figures, again))
     if values.keys() != own.keys():
         raise RunError(f"{where}: figures at k = {[*values]}, trained again at k = {[*own]}")
     for k, value in values.items():
         if abs(value - own[k]) > (0 if exact else tolerance):
             raise RunError(f"{where}: {value} at k = {k}, trained again {own[k]}")
+        load, load_again = uneven([figures[k]]), uneven([again[k]])
+        near = load_again is not None and load is not None and math.isclose(load, load_again, **UNEVEN)
+        if load != load_again and (exact or not near):
+            raise RunError(f"{where}: loads of squared variation {load} at k = {k}, trained again {load_again}")
     if theirs["step_seconds"] * FASTEST < ours["step_seconds"]:
         raise RunError(f"{where}: {theirs['step_seconds']:.2g} s a step, trained again {ours['step_seconds']:.2g} s")
     return "the same bits" if exact else f"within {tolerance} (not on the same machine or code: {'; '.join(differing)})"
@@ -205,16 +212,19 @@ def check(file: Path, seed: int = 0) -> str:
     return compared(entry["runs"][str(seed)], ours, rules["tolerance"], f"{file}, seed {seed}")
 
 
+def uneven(results: Iterable[Mapping[str, Any]]) -> float | None:
+    """Squared coefficient of variation of the experts' loads, mean over layers; None without loads."""
+    layers = (layer for result in results for layer in (result.get("routers") or {}).values())
+    found = [value for layer in layers if (value := squared_variation(layer)) is not None]
+    return sum(found) / len(found) if found else None
+
+
 def row_of(entry: Mapping[str, Any]) -> list[str]:
     """name, bits at k = 1, 2 and N, the load's unevenness at k = 2, GFLOPs of its model at k = 2, seconds."""
     results = [{one["top_k"]: one for one in run["evaluation"]["results"]} for run in entry["runs"].values()]
     ks = [1, 2, entry["settings"]["model"]["num_experts"]]
     results = [of if len(of) > 1 else dict.fromkeys(ks, *of.values()) for of in results]  # a dense model has one k
     bits = [Cell({seed: of[k]["value"] for seed, of in enumerate(results) if k in of}).text(3) for k in ks]
-    loads = [
-        value for of in results for layer in (of.get(2, {}).get("routers") or {}).values()
-        if (value := squared_variation(layer)) is not None
-    ]  # fmt: skip
     seconds = max(run["step_seconds"] for run in entry["runs"].values()) * entry["settings"]["steps"]
     counted = entry["router"] if entry["router"] in BASELINES else "smoe"  # a router's own cost is not counted
     model = RunConfig.from_dict(
@@ -226,8 +236,9 @@ def row_of(entry: Mapping[str, Any]) -> list[str]:
         "the entry",
     ).model
     flops = inference_flops(build_model(model), min(2, model.num_experts))
-    load = f"{sum(loads) / len(loads):.3f}" if loads else NONE
-    return [f"{entry['name']} (`{entry['router']}`)", *bits, load, f"{flops / 1e9:.2f}", f"{seconds:.0f}"]
+    load = uneven(of.get(2, {}) for of in results)
+    shown = NONE if load is None else f"{load:.3f}"
+    return [f"{entry['name']} (`{entry['router']}`)", *bits, shown, f"{flops / 1e9:.2f}", f"{seconds:.0f}"]
 
 
 def exam_row(entry: Mapping[str, Any]) -> list[str]:

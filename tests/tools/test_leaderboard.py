@@ -138,9 +138,11 @@ def test_a_row_evaluated_at_another_k_alone_is_refused() -> None:
             r"figures at k = \[2, 4, 8\], trained again at k = \[1, 2, 4",
         ),
         (lambda run: run.update(step_seconds=run["step_seconds"] / 20), "s a step, trained again"),
+        (lambda run: even(run, 2), r"loads of squared variation 0.0 at k = 2, trained again 0\.\d"),
+        (lambda run: run["evaluation"]["results"][1].pop("routers"), "loads of squared variation None at k = 2"),
     ],
 )
-def test_other_ks_and_seconds_that_no_machine_has_are_found(
+def test_other_ks_and_loads_and_seconds_that_no_machine_has_are_found(
     change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
     ours = json.loads((ROOT / "leaderboard" / "enwik8" / "smoe.json").read_text())["runs"]["0"]
@@ -149,6 +151,17 @@ def test_other_ks_and_seconds_that_no_machine_has_are_found(
     change(theirs)
     with pytest.raises(RunError, match=message):
         compared(theirs, ours, 0.02, "smoe")
+    theirs["environment"]["commit"] = "another"
+    with pytest.raises(RunError, match=message):
+        compared(theirs, ours, 0.02, "smoe")
+
+
+def even(run: dict[str, Any], k: int) -> None:
+    """A run whose experts are said to have the same load at this k."""
+    for result in run["evaluation"]["results"]:
+        for layer in result["routers"].values():
+            if result["top_k"] == k:
+                layer["load"] = [1 / len(layer["load"])] * len(layer["load"])
 
 
 @pytest.mark.slow
