@@ -14,7 +14,7 @@ from pointsman import MoE, RoutingContext, build_router
 from pointsman.routers.frame import registry
 from pointsman.routers.frame.registry import LayerSpec
 from pointsman.routers.frame.stage_values import Loss
-from pointsman.routers.frame.stages import Stages
+from pointsman.routers.frame.stages import Normalizer, Stages
 from pointsman.routers.papers.topk import LinearScorer, linear_scores
 
 
@@ -78,6 +78,41 @@ def test_mistakes_in_what_is_registered_are_told_at_once(
         choice.__annotations__["sharpness"] = float
     with pytest.raises(ValueError, match=says):
         register("mine", scores=linear_scores, **fields)(choice)
+
+
+@pytest.mark.parametrize("kind", ["router", "mixer"])
+def test_an_option_without_the_star_is_refused_instead_of_left_out(kind: str) -> None:
+    def build(layer: LayerSpec, sharpness: float = 1.0) -> Stages:
+        return linear_scores(layer)
+
+    add = {"router": registry.register_router, "mixer": registry.register_mixer}[kind]
+    with pytest.raises(ValueError, match=r"build: option 'sharpness' must come after a \*: \(layer, \*, sharpness: fl"):
+        add("mine", paper="none")(build)
+
+
+@pytest.mark.parametrize("returned", [None, LinearScorer(8, 4)])
+def test_a_function_that_returns_no_stages_is_told(returned: Any, register: Callable[..., Any]) -> None:
+    register("bare")(lambda layer: returned)
+    with pytest.raises(ValueError, match=f"function of 'bare' returns a {type(returned).__name__}, not Stages"):
+        build_router("bare", dim=8, num_experts=4)
+
+
+@pytest.mark.parametrize("wrong", [lambda z: z.flatten(0, 1), lambda z: z.transpose(0, 1), lambda z: z[:, :1]])
+def test_scores_of_another_shape_are_told(wrong: Callable[[Tensor], Tensor]) -> None:
+    class Wrong(LinearScorer):
+        def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
+            return wrong(super().forward(hidden, context))
+
+    router = build_router("smoe", dim=8, num_experts=4)
+    router.score = Wrong(8, 4)
+    with pytest.raises(ValueError, match=r"smoe: scores \[.*\] of hidden states \[2, 3, 8\]: not \[B, T, E\]"):
+        router(torch.randn(2, 3, 8))
+
+
+def test_a_normalizer_that_says_nothing_of_its_scores_is_told_what_to_say(register: Callable[..., Any]) -> None:
+    register("cubed")(lambda layer: Stages(LinearScorer(layer.dim, layer.columns), Normalizer()))
+    with pytest.raises(ValueError, match=r"needs scores above 0 .* its normalizer does not say what it `gives`"):
+        build_router("cubed", dim=8, num_experts=4)
 
 
 @pytest.mark.parametrize("kind", ["router", "mixer"])

@@ -151,6 +151,8 @@ def _options(build: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         raise ValueError(f"a router or mixer is registered from a function of its own (def), not from {build!r}")
     hints, given = get_type_hints(build), inspect.signature(build).parameters
     found = {name: one for name, one in given.items() if one.kind is inspect.Parameter.KEYWORD_ONLY}
+    for name in [name for name, one in given.items() if name not in found and one.default is not one.empty]:
+        raise ValueError(f"{build.__name__}: option {name!r} must come after a *: (layer, *, {name}: float = …)")
     for name in found.keys() - hints:
         raise ValueError(f"{build.__name__}: option {name!r} needs a type, as in {name}: float = …")
     return {name: one.replace(annotation=hints[name]) for name, one in found.items()}

@@ -132,8 +132,7 @@ def halves(parsed: ParsedSpec, spec: str) -> tuple[dict[str, Any], dict[str, Any
     scores, choice = ROUTERS[parsed.router], ROUTERS[parsed.chooses]
     after, given, chosen = {**COMMON.options, **choice.of_choice}, parsed.options, parsed.choice_options
     if parsed.choice is None:
-        after = {**after, **scores.of_scores}
-        own = both = converted(given, after | scores.of_choice, scores, spec)
+        own = both = converted(given, {**after, **scores.of_scores, **scores.of_choice}, scores, spec)
         # where both halves have an option of the same name, one that this name settles is the choice's
         own = {name: one for name, one in both.items() if name not in scores.of_choice or name not in scores.defaults}
     else:
@@ -229,11 +228,11 @@ def _stages(
     """The scores of one router with the choice of another, or of the same."""
     choice = ROUTERS[parsed.chooses]
     stages: Stages = ROUTERS[parsed.router].build(layer, **of_scores)
+    if not isinstance(stages, Stages):
+        raise ValueError(f"{where}the function of {parsed.router!r} returns a {type(stages).__name__}, not Stages(…)")
     if parsed.choice is not None:
-        alone = [(parsed.router, stages)]
-        if choice.choose is None:
-            alone.append((choice.name, choice.build(replace(layer, shared={}))))
-        for name, one in alone:
+        other = [] if choice.choose else [(choice.name, choice.build(replace(layer, shared={})))]
+        for name, one in [(parsed.router, stages), *other]:
             if one.select is not None:
                 raise ValueError(f"{where}{name!r} is registered as a whole, with its own selector: it has no halves")
     if stages.select is None:

@@ -164,6 +164,8 @@ class Router(nn.Module):
         logits, unmixed, carry = scored.logits, None, None
         if (columns := logits.shape[-1]) != (needed := self.num_experts + len(self.virtual)):
             raise ValueError(f"{self.spec}: the scores are of {columns} experts, not of {needed}: use layer.columns")
+        if logits.shape[:-1] != hidden.shape[:-1]:
+            raise ValueError(f"{self.spec}: scores {[*logits.shape]} of hidden states {[*hidden.shape]}: not [B, T, E]")
         probs = normalize(logits)  # [B, T, E]
         if mix is not None:
             unmixed = probs

@@ -128,7 +128,7 @@ class Normalizer(Stage):
 
     increasing = False
     gives: frozenset[str] = frozenset()
-    words = "scores of its own"
+    words = "scores of its own, of which its normalizer does not say what it `gives`"
     reach = 1.0
 
     def forward(self, logits: Tensor) -> Tensor:
