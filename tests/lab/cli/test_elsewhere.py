@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pointsman import build_router, list_routers
+from pointsman._errors import RunError
 from pointsman.routers.frame import elsewhere, registry
 from pointsman.routers.papers import topk
 from pointsman_lab import registry as tasks
@@ -258,6 +259,20 @@ def test_a_router_that_looks_ahead_and_does_not_say_so_is_not_trained(
     assert "mine breaks the contract: `causal`" in told
     assert "declared causal in evaluation, but experts before token 1 changed with token 1" in told
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("return super().forward(hidden, context) + hidden.new_empty(()).normal_()", "torch's generator moved"),
+        ("hidden.data.clamp_(-1, 1); return super().forward(hidden, context)", "changes the hidden states in place"),
+    ],
+)
+def test_what_an_imported_router_draws_or_changes_in_silence_is_told(file: Path, change: str, says: str) -> None:
+    file.write_text(LOOKS_AHEAD.replace("return super().forward(hidden, context).roll(-1, 1)", change))
+    imports.import_named(str(file))
+    with pytest.raises(RunError, match=says):
+        imports.check_imported(["mine"], 8, 4)
 
 
 def test_an_assertion_of_a_routers_own_is_no_broken_promise(file: Path) -> None:

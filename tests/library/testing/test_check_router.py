@@ -56,6 +56,45 @@ class Sees(LinearScorer):
         return super().forward(hidden, context) * torch.nan
 
 
+class InPlace(LinearScorer):
+    """Clamps the hidden states that the experts read, too."""
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
+        hidden.data.clamp_(-1, 1)
+        return super().forward(hidden, context)
+
+
+class Drawn(LinearScorer):
+    """Noise in training that nothing declares: of torch's generator, or of one of its own."""
+
+    def __init__(self, layer: LayerSpec, generator: torch.Generator | None) -> None:
+        super().__init__(layer.dim, layer.num_experts)
+        self.generator = generator
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
+        logits = super().forward(hidden, context)
+        return logits + torch.randn(logits.shape, generator=self.generator) if self.training else logits
+
+
+class Moved(LinearScorer):
+    """A buffer that moves in training's forward, or a number that is no buffer and moves in `step_end`."""
+
+    def __init__(self, layer: LayerSpec, in_forward: bool) -> None:
+        super().__init__(layer.dim, layer.num_experts)
+        self.in_forward, self.steps = in_forward, 1.0
+        self.load: Tensor
+        self.register_buffer("load", torch.zeros(layer.num_experts))
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
+        logits = super().forward(hidden, context)
+        if self.in_forward and self.training and logits.numel():
+            self.load += 0.01 * logits.detach().softmax(-1).mean((0, 1))
+        return self.steps * logits - self.load
+
+    def step_end(self) -> None:
+        self.steps += not self.in_forward
+
+
 class FourTimes(Selector):
     """4 k experts, which `cost` tells or not."""
 
@@ -86,6 +125,11 @@ def add(monkeypatch: pytest.MonkeyPatch) -> None:
         "crash": lambda layer: Stages(Crash(layer.dim, layer.num_experts)),
         "nothing": lambda layer: Stages(Nothing(layer.dim, layer.num_experts)),
         "sees": lambda layer: Stages(Sees(layer.dim, layer.num_experts)),
+        "in-place": lambda layer: Stages(InPlace(layer.dim, layer.num_experts)),
+        "drawn": lambda layer: Stages(Drawn(layer, None)),
+        "drawn-apart": lambda layer: Stages(Drawn(layer, torch.Generator())),
+        "moved": lambda layer: Stages(Moved(layer, True)),
+        "unsaved": lambda layer: Stages(Moved(layer, False)),
         "more": lambda layer: Stages(LinearScorer(layer.dim, layer.num_experts), select=FourTimes(False)),
         "told": lambda layer: Stages(LinearScorer(layer.dim, layer.num_experts), select=FourTimes(True)),
         "vector": lambda layer: with_loss(layer, lambda given: given.logits.sum(-1)),
@@ -114,6 +158,11 @@ def test_a_router_that_keeps_the_contract() -> None:
         ("crash", "crash breaks the contract: .*no token .* are routed .*RuntimeError: no tokens"),
         ("nothing", "nothing: the scorer returned a NoneType, not logits or Scored"),
         ("sees", "k=1: logits: NaN"),
+        ("in-place", "the router changes the hidden states in place"),
+        ("drawn", "declared in training not stochastic, but torch's generator moved"),
+        ("drawn-apart", "declared in training not stochastic, but two seeds differ"),
+        ("moved", "a forward moves score.load, which belongs in step_end"),
+        ("unsaved", "router.score.weight differs two steps later: is a state of the router no buffer"),
         ("more", "k=1: 4 experts a token; Selector.cost must say so"),
         ("vector", r"vector: the loss 'own' must be a scalar tensor, got \[33\]"),
         ("number", "number: the loss 'own' must be a scalar tensor, got float"),

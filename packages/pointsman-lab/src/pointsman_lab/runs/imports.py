@@ -96,7 +96,8 @@ def import_remembered(names: Sequence[str]) -> list[str]:
 
 
 def check_imported(specs: Iterable[str], dim: int, num_experts: int) -> None:
-    """Proves that routers of other packages are as causal and batch invariant as they declare, in small forwards.
+    """Proves that routers of other packages are as stochastic, causal and batch invariant as they declare,
+    in small forwards, and leave the hidden states as they are.
 
     Raises:
         RunError: one is not, with the line of the contract.
@@ -114,7 +115,7 @@ def check_imported(specs: Iterable[str], dim: int, num_experts: int) -> None:
             continue
         case = Case(spec, dim, num_experts, must_show=False)
         try:
-            hold(case, (flags.causal_flag, flags.batch_invariant_flag))
+            hold(case, (flags.stochastic_flag, flags.causal_flag, flags.batch_invariant_flag))
         except Exception as broken:
             # another error is of these sizes, or training meets it
             if isinstance(broken.__cause__, BrokenPromiseError):

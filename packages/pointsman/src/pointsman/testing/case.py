@@ -106,8 +106,10 @@ def context_for(router: Router, hidden: Tensor, **fields: object) -> RoutingCont
 
 def route(router: Router, hidden: Tensor, seed: int = 3, **fields: object) -> Routing:
     """Routes `hidden` with a seeded generator; `fields` replace those of the context."""
+    before = hidden.detach().clone()
     torch.manual_seed(seed)
     routing: Routing = router(hidden, context_for(router, hidden, **fields))
+    expect_equal(hidden, before, "the router changes the hidden states in place; the layer's experts read them, too")
     return routing
 
 

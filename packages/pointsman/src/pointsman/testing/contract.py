@@ -16,6 +16,8 @@ Check = Callable[[Case], None]
 CHECKS: tuple[Check, ...] = (
     routing.bad_input,
     routing.shapes_and_sums,
+    steps.state_moves_where_declared,  # and the next, before others that their breach breaks, too
+    flags.stochastic_flag,
     routing.k_of_all_experts,
     routing.odd_sizes,
     routing.one_sequence,
@@ -25,14 +27,12 @@ CHECKS: tuple[Check, ...] = (
     flags.causal_flag,
     flags.segments,
     flags.batch_invariant_flag,
-    flags.stochastic_flag,
     routing.padding,
     routing.state_dict,
     layer.gradients,
     layer.nothing_to_do,
     steps.equals_the_reference,
     steps.statistics,
-    steps.state_moves_where_declared,
     steps.losses_of_their_own,
     layer.activation_checkpointing,
     layer.delivered_losses,

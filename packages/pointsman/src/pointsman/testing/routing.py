@@ -50,7 +50,7 @@ def shapes_and_sums(case: Case) -> None:
         expect(routing.experts.dtype == torch.int64, f"k={k}: experts must be int64, got {routing.experts.dtype}")
         least, most = int(routing.experts.min()), int(routing.experts.max())
         expect(most < case.num_experts, f"k={k}: expert {most} of {case.num_experts}")
-        expect(least >= (-1 if drops(router) or not routing.requested else 0), f"k={k}: expert {least}")
+        expect(least >= (-1 if drops(router) or not routing.requested else 0), f"k={k}: expert {least}, not ragged")
         for row in routing.experts:
             taken = row[row >= 0]
             expect(taken.unique().numel() == taken.numel(), f"k={k}: an expert twice at one token: {row.tolist()}")

@@ -133,4 +133,4 @@ def resumed(case: Case) -> None:
     for layer in (one, other):
         train(layer, range(2, 4))
     for (name, left), right in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
-        expect_equal(left, right, f"{name} two steps later")
+        expect_equal(left, right, f"{name} differs two steps later: is a state of the router no buffer?")
