@@ -275,6 +275,19 @@ def test_what_an_imported_router_draws_or_changes_in_silence_is_told(file: Path,
         imports.check_imported(["mine"], 8, 4)
 
 
+def test_a_router_with_a_selector_of_its_own_is_said_to_have_no_halves(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = SOURCE.replace("columns))", "columns), select=TopK())").replace("import Stages", "import Stages, TopK")
+    file.write_text(own)
+    assert main(["routers", "--import", str(file), "mine"]) == 0
+    told = capsys.readouterr().out
+    assert "neither mine@… nor …@mine: it has a selector of its own" in told
+    assert "as choice" not in told
+    assert main(["routers"]) == 0
+    assert "mine" not in capsys.readouterr().out.partition("as scores, ")[2]
+
+
 def test_an_assertion_of_a_routers_own_is_no_broken_promise(file: Path) -> None:
     own = "assert hidden.shape[1] % 16 == 0, 'chunks'; return super().forward(hidden, context)"
     file.write_text(LOOKS_AHEAD.replace("return super().forward(hidden, context).roll(-1, 1)", own))

@@ -7,6 +7,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from pointsman._errors import RunError
@@ -68,7 +69,7 @@ def listing() -> str:
 
     mixers = ["mixers, on any router that chooses by its scores: ROUTER+MIXER", *lines(list_mixers(), "+")]
     baselines = ["baselines without a router", *(f"  {name:<20} {text}" for name, text in BASELINES.items())]
-    both = {name: entry(name).halves for name in list_routers()}
+    both = {name: entry(name).halves for name in list_routers() if has_halves(name)}
     own = ", ".join(name for name, (scores, _) in both.items() if scores != both["smoe"][0])
     best = ", ".join(name for name, (_, choice) in both.items() if choice == "The k best.")
     spec = (
@@ -78,6 +79,18 @@ def listing() -> str:
     spec += f"\nas choice, …@NAME: by the lines above; {best} take the k best"
     spec += "\n`pointsman routers NAME` explains one, as scores and as choice"
     return "\n".join(["routers", *lines(list_routers()), "", *mixers, "", *baselines, "", spec])
+
+
+def has_halves(name: str) -> bool:
+    """Whether a router can stand before or after "@": one of another package with a selector of its own cannot."""
+    from pointsman.routers.frame.registry import LayerSpec, entry
+
+    found, layer = entry(name), LayerSpec(8, 4, 2, vocab_size=64, scores=name, choice=name)
+    if found.choose is not None or found.build.__module__.startswith("pointsman."):
+        return True
+    with suppress(Exception):  # a router of another package that takes no layer so small
+        return found.build(layer, **{one: option.default for one, option in found.of_scores.items()}).select is None
+    return True
 
 
 def explain_spec(spec: str) -> str:
@@ -115,7 +128,9 @@ def explain(name: str) -> str:
     meanings = COMMON.summary.partition("\n\n")[2].splitlines()
     common = [] if mixer else ["", "options of every router", *lines(COMMON.options), "", *meanings]
     head = [f"+{name}" if mixer else name, "", found.summary, "", f"from: {found.paper}"]
-    if not mixer:
+    if not mixer and not has_halves(name):
+        head += [f"neither {name}@… nor …@{name}: it has a selector of its own"]
+    elif not mixer:
         scores, choice = found.halves
         needed = " or ".join(NEEDS[need] for need in found.needs.split("|"))
         head += [f"as scores, {name}@…: {scores}", f"as choice, …@{name}: {choice} Needs {needed}."]
