@@ -47,6 +47,8 @@ FORMAT, VERSION = "pointsman-share", 1
 EXAM, SOURCES = "exam.json", "sources"
 HERE = "@shared@"
 """Stands for the receiver's folder in recorded paths."""
+SMALL, MOST_PACKED = 2**22, 20
+"""A file becomes at most so many bytes and so many times its own size. Records of grids: 4 to 10 times."""
 SHAPE = {
     "kind!": str, "name!": str, "comparison!": dict | None, "record!": str, "sources!": {"*": str}, "modules!": [str],
     "data!": {"name!": str, "fingerprint": str, "bytes": int, "sha256": str, "about": str}, "papers!": str,
@@ -117,14 +119,15 @@ def share(folder: Path, out: Path, papers: str = "", cells: Mapping[str, Any] | 
     content = json.dumps(told, allow_nan=False).encode()
     line = max(map(len, record.encode().splitlines())) if plan is not None else 0
     try:  # as `open` will
-        for size, most in ((len(content), MOST_OTHERS), (line, MOST_LINE)):
+        raw = zlib.compress(content, 9)
+        for size, most in ((len(content), _most(raw)), (line, MOST_LINE)):
             if size > most:
                 raise ValueError(f"{size:,} bytes; at most {most:,} are read")
         parse_json(content.decode())
     except ValueError as error:
         raise RunError(f"{folder}: too large for one file ({error}); share single runs") from None
     with replacing(out) as aside, open_new(aside) as opened:
-        opened.write(zlib.compress(content, 9))
+        opened.write(raw)
     return modules
 
 
@@ -175,10 +178,13 @@ def _without_folders(command: str) -> str:
 
 def open_shared(file: Path, out: Path) -> Opened:
     """Writes the run, comparison or exam of a file into a new folder, whole or not at all."""
-    told = _read(file)
+    told, most = _read(file)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out}: it exists and is not empty; choose another --out")
     here = str(out.resolve())
+    texts = [told["record"], json.dumps(told["comparison"])]
+    if sum(len(text) + text.count(HERE) * len(here) for text in texts) > most:
+        raise RunError(f"{file}: damaged: it names its folder too often; at most {most:,} bytes are made of it")
     record = _moved(told["record"], {HERE: here})
     if told["kind"] == "exam":
         files = {name: written(content) for name, content in _exam_files(file, record).items()}
@@ -213,7 +219,8 @@ def _exam_files(file: Path, record: str) -> dict[str, Any]:
     return {**found["cells"], EXAM: found["plan"]}
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path) -> tuple[dict[str, Any], int]:
+    """What the file holds, and how many bytes may be made of it."""
     try:
         raw = read_ordinary(file)
     except FileNotFoundError:
@@ -221,7 +228,8 @@ def _read(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise RunError(f"{file}: {error.strerror or error}") from None
     try:
-        told = parse_json(inflated(raw).decode())
+        most = _most(raw)
+        told = parse_json(inflated(raw, most).decode())
     except ValueError as error:
         raise RunError(f"{file}: not a file of `pointsman share`, or damaged ({error})") from None
     if not isinstance(told, dict) or told.get("format") != FORMAT or told.get("version") != VERSION:
@@ -229,7 +237,11 @@ def _read(file: Path) -> dict[str, Any]:
     check_shape(told, SHAPE, str(file))
     if bad := next((name for name in told["sources"] if not SOURCE.fullmatch(name)), None):
         raise RunError(f"{file}: a source called {bad!r}: only names of Python files are allowed")
-    return told
+    return told, most
+
+
+def _most(raw: bytes) -> int:
+    return min(MOST_OTHERS, SMALL + MOST_PACKED * len(raw))
 
 
 def digest(entry: Mapping[str, Any]) -> str:
