@@ -45,3 +45,12 @@ def test_latex() -> None:
 def test_columns_without_figures_are_left_out() -> None:
     grid = Grid(["layer", "a", "b"], [["-", "-", "1"], ["x", "-", "-"]], {(0, 2)}).without_empty_columns()
     assert (grid.header, grid.rows, grid.best) == (["layer", "b"], [["-", "1"], ["x", "-"]], {(0, 1)})
+
+
+def test_no_form_of_a_table_has_what_a_terminal_obeys() -> None:
+    grid = Grid(["=1\x9b", "a\nb"], [["x\x1b[2J\n\ny", "\u202ez"]])
+    forms = [grid.text(), grid.csv(), grid.markdown(), grid.latex()]
+    assert not [form for form in forms if set("\x1b\x9b\u202e") & set(form)]
+    assert grid.csv().startswith("'=1")
+    assert "| --- |" in grid.markdown().splitlines()[1]
+    assert "\n\n" not in grid.latex()

@@ -286,3 +286,29 @@ def test_no_path_of_the_sender_stays(tmp_path: Path, kind: str) -> None:
     config = json.loads(Path("theirs/config.json").read_text())
     assert config["imports"] == [str(Path("theirs/sources/mine.py").resolve())]
     assert config["data"] == f"{kind}texts"
+
+
+def test_a_small_file_does_not_become_a_large_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    told = json.loads(zlib.decompress(packed()))
+    entry = json.loads(told["record"])
+    entry["files"]["config.json"]["note"] = "@shared@" * 400_000
+    for changes in ({"record": json.dumps(entry) + "\n"}, {"sources": {"a.py": "#" * 5_000_000}}):
+        Path("bad.pointsman").write_bytes(zlib.compress(json.dumps(told | changes).encode(), 9))
+        assert main(["open", "bad.pointsman"]) == 2
+        said = capsys.readouterr().err.strip().splitlines()
+        assert len(said) == 1
+        assert "bad.pointsman" in said[0]
+        assert "damaged" in said[0]
+        assert not Path("bad").exists()
+
+
+def test_tables_of_a_strangers_comparison_compute_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    write_comparison(Path("theirs"), ["=HYPERLINK(1)"], [0])
+    evaluation = Path("theirs/runs/r0/seed-0/evaluation.json")
+    results = json.loads(evaluation.read_text())["results"]
+    change(evaluation, results=[{**one, "split": "@x\x1b[2J"} for one in results])
+    assert main(["share", "theirs"]) == 0
+    assert main(["open", "theirs.pointsman", "--out", "here"]) == 0
+    rows = Path("here/results.csv").read_text().splitlines()[1:]
+    assert rows
+    assert all(row.startswith("'=HYPERLINK(1),0,") and ",'@x\N{REPLACEMENT CHARACTER}[2J," in row for row in rows)

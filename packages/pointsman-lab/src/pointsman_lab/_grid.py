@@ -77,20 +77,21 @@ class Grid:
         return "\n".join([shown[0], *(["-" * (sum(widths) + 2 * (len(widths) - 1))] if rule else []), *shown[1:]])
 
     def csv(self) -> str:
-        """Comma-separated; '-' for None. A text that a spreadsheet would compute gets an apostrophe in front."""
+        """Comma-separated; '-' for None; texts are `inert`."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(self.header)
-        writer.writerows([NONE if cell is None else _no_formula(cell) for cell in row] for row in self.rows)
+        writer.writerow(map(inert, self.header))
+        writer.writerows([NONE if cell is None else inert(cell) for cell in row] for row in self.rows)
         return out.getvalue()
 
     def markdown(self) -> str:
         """A Markdown table, in which a stranger's name ends no cell and no code."""
 
         def escape(cell: str) -> str:
-            return " ".join((cell.replace("`", "'") if self.code else cell).split())
+            return " ".join(printable(cell.replace("`", "'") if self.code else cell).split())
 
-        return markdown_table(self.header, self._marked("`{}`", "**{}**", escape), self.labels)
+        header = [" ".join(printable(cell).split()) for cell in self.header]
+        return markdown_table(header, self._marked("`{}`", "**{}**", escape), self.labels)
 
     def latex(self, label: str = "") -> str:
         """A LaTeX table for the booktabs package. Its caption is the first sentence, the others are a comment.
@@ -133,14 +134,17 @@ class Grid:
         return rows
 
 
-def _no_formula(cell: Any) -> Any:
-    formula = isinstance(cell, str) and cell != NONE and cell.startswith(("=", "+", "-", "@", "\t", "\r"))
-    return f"'{cell}" if formula and not _NUMBER.fullmatch(cell) else cell
+def inert(cell: Any) -> Any:
+    """A cell of a CSV file: a text is `printable`; one that a spreadsheet would compute gets an apostrophe in front."""
+    if not isinstance(cell, str):
+        return cell
+    formula = cell != NONE and cell.startswith(("=", "+", "-", "@", "\t", "\r", "\n"))
+    return printable(f"'{cell}" if formula and not _NUMBER.fullmatch(cell) else cell)
 
 
 def escape_latex(text: str) -> str:
-    """`text` with every character that LaTeX reads as a command escaped."""
-    return "".join(_LATEX.get(character, character) for character in text)
+    """`text` in one line, with every character that LaTeX reads as a command escaped."""
+    return "".join(_LATEX.get(character, character) for character in " ".join(printable(text).split()))
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], labels: int = 1) -> str:

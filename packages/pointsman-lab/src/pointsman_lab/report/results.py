@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pointsman._errors import RunError
 from pointsman_lab._files import write_whole
-from pointsman_lab._grid import Grid
+from pointsman_lab._grid import Grid, inert
 from pointsman_lab._values import finite
 from pointsman_lab.report import task_table
 from pointsman_lab.report.forms import Forms
@@ -71,7 +71,8 @@ def write_results(folder: Path) -> Path:
     out = io.StringIO()
     writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(tidy(read_comparison(folder)))
+    rows = tidy(read_comparison(folder))
+    writer.writerows({name: inert(value) for name, value in row.items()} for row in rows)
     return write_whole(folder / RESULTS, out.getvalue())
 
 
