@@ -5,12 +5,15 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pointsman_lab import processes as launching
+from pointsman_lab.cli import ranks
+from pointsman_lab.cli.options import Parser
 from pointsman_lab.processes import ending_signals, launch
 
 RANK = "import os, sys, time, signal\nrank, out = int(os.environ['RANK']), sys.argv[1]\n"
@@ -147,3 +150,16 @@ def test_ranks_that_still_import_end_with_a_launcher_that_is_killed(tmp_path: Pa
     for rank in left:
         os.kill(rank, signal.SIGKILL)
     assert left == []
+
+
+def test_ranks_look_for_no_modules_where_they_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But `python -m`, which looks there itself, may find the laboratory there alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    begun: list[list[str]] = []
+    monkeypatch.setattr(ranks, "launch", lambda command, *_: begun.append(command))
+    for _ in range(2):
+        values = Namespace(processes=2, parallel=None, restarts=0)
+        ranks.launched(Parser("train", "", ""), values, "cpu", "train", ["x"], lambda count, layout: None)
+        monkeypatch.syspath_prepend(str(tmp_path))
+    assert ["-P" in command for command in begun] == [True, False]

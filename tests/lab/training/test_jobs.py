@@ -166,3 +166,16 @@ def test_the_default_follows_the_size_of_the_model(settings: Callable[..., RunCo
     assert (default_jobs(small, "cpu") or 0) >= 1
     assert default_jobs(large, "cpu") is None
     assert default_jobs(small, "cuda") is None
+
+
+@pytest.mark.slow
+def test_a_worker_runs_no_code_of_the_folder_where_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pointsman` does not, and Python would: it looks there first for the modules of a worker."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("multiprocessing", "pickle", "torch"):
+        Path(f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    [worker] = Here(1).begin(partial(sums, tmp_path), [], Quiet())
+    told = worker.receive()
+    worker.end()
+    assert not (tmp_path / "ran").exists()
+    assert told == ("ready", ())

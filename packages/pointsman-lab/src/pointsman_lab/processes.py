@@ -27,6 +27,7 @@ LOST = 75
 """Exit code of a rank that waited for another in vain."""
 HANGUP: int | None = getattr(signal, "SIGHUP", None)
 """Of a terminal that closes, which may say so twice: by itself and by its shell. Windows has none."""
+SAFE_PATH = "PYTHONSAFEPATH"
 POLL = 0.05  # seconds
 PATIENCE = 5.0  # seconds that ranks have to end after a second signal
 ANSWER = 3.0  # seconds in which ranks that can still answer report that they are lost
@@ -36,6 +37,18 @@ _calls = counting()  # of `one_after_another`: each has a key of its own
 def available_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def without_code_of_this_folder() -> Iterator[None]:
+    """Python that is started inside looks for no modules in the folder where it starts, which may be a stranger's."""
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(SAFE_PATH)
+        os.environ |= {} if before is None else {SAFE_PATH: before}
 
 
 def ending_signals() -> list[int]:

@@ -66,7 +66,8 @@ def launched(
         return None
     _check_number(values.processes, device)
     check(values.processes, Layout.parse(values.parallel or "", values.processes))
-    ranks = [sys.executable, "-m", "pointsman_lab", command, *words]
+    here = {"", os.getcwd()} & {*sys.path}  # `python -m`; else no rank looks for modules in this folder either
+    ranks = [sys.executable, *([] if here else ["-P"]), "-m", "pointsman_lab", command, *words]
     return launch(ranks, values.processes, values.restarts, again)
 
 

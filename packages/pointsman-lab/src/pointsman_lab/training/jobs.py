@@ -20,15 +20,14 @@ from typing import Any, Protocol
 import torch
 
 from pointsman._errors import RunError, Stopped
-from pointsman_lab.processes import ending_signals, out_of_memory
+from pointsman_lab.processes import ending_signals, out_of_memory, without_code_of_this_folder
 from pointsman_lab.progress import Progress, Stop
 
 ADVANCE_EVERY = 0.1  # seconds between two reports of one worker
 POLL = 0.2  # seconds that the parent waits for a report before it looks for a stop
 STOP = "stop"
 
-Work = Callable[[Any, Progress, "Stop | None"], None]
-"""Does one job."""
+Work = Callable[[Any, Progress, "Stop | None"], None]  # does one job
 
 
 class Hosts(Protocol):
@@ -181,7 +180,8 @@ class Here:
         self.count = count
 
     def begin(self, setup: Callable[[], Work], titles: Sequence[str], progress: Progress) -> Sequence[Worker]:
-        return [_Process(setup, progress.line()) for _ in range(self.count)]
+        with without_code_of_this_folder():
+            return [_Process(setup, progress.line()) for _ in range(self.count)]
 
     def ready(self, workers: Sequence[Worker]) -> Sequence[Worker]:
         found = wait([worker.pipe for worker in workers if worker.pipe], POLL)
