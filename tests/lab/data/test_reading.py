@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pointsman._errors import RunError
+from pointsman_lab._shapes import MOST_LINE
 from pointsman_lab.data import reading
 from pointsman_lab.data.pieces import UNKNOWN, MultilingualText, learn_pieces
-from pointsman_lab.data.reading import Reader, Span, align, check_md5
+from pointsman_lab.data.reading import Reader, Span, align, check_md5, read_lines
+from pointsman_lab.tasks.classification.files import Columns, read_labelled
 
 
 def whole(path: Path) -> Span:
@@ -140,3 +142,31 @@ def test_long_lines_teach_pieces_too() -> None:
     line = " ".join(words[place % 6] for place in range(2000))
     pieces = learn_pieces(MultilingualText("mine", {"ru": (line,)}, {}), 30)
     assert UNKNOWN not in pieces.encode("может быть слово")
+
+
+def test_a_small_archive_that_becomes_much_is_not_unpacked_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.gz"
+    path.write_bytes(gzip.compress(bytes(3 * reading.BLOCK)))
+    with pytest.raises(RunError, match=r"bomb\.gz has more than the 1,000 bytes"):
+        list(check_md5(path, 1_000, ""))
+    path.write_bytes(gzip.compress(b"a\tb\n" + bytes(MOST_LINE + 1)))
+    lines = read_lines(path)
+    assert next(lines) == (1, "a\tb")
+    with pytest.raises(RunError, match=r"bomb\.gz: line 2 has more than"):
+        next(lines)
+    path.rename(tmp_path / "bomb.tsv.gz")
+    with pytest.raises(RunError, match=r"bomb\.tsv\.gz, line 2: more than"):
+        read_labelled(tmp_path / "bomb.tsv.gz", Columns(header=False, text="0", label="1"))
+
+
+def test_an_archive_that_is_encrypted_or_packed_otherwise(tmp_path: Path) -> None:
+    for name, kind in (("e.zip", zipfile.ZIP_STORED), ("b.zip", zipfile.ZIP_BZIP2)):
+        with zipfile.ZipFile(tmp_path / name, "w", kind) as file:
+            file.writestr("t", "some text")
+    content = bytearray((tmp_path / "e.zip").read_bytes())
+    content[6] |= 1  # of the local header
+    content[content.index(b"PK\x01\x02") + 8] |= 1  # and of the directory
+    (tmp_path / "e.zip").write_bytes(content)
+    for name in ("e.zip", "b.zip"):
+        with pytest.raises(RunError, match=rf"{name}: encrypted, or packed in another way"):
+            list(check_md5(tmp_path / name, 9, ""))

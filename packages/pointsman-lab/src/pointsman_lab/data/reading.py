@@ -18,6 +18,7 @@ from typing import IO, cast
 
 from pointsman._errors import RunError
 from pointsman_lab._files import open_named, open_ordinary
+from pointsman_lab._shapes import MOST_LINE
 from pointsman_lab.data.catalog import Level
 
 BLOCK = 1 << 22
@@ -112,10 +113,13 @@ def open_unpacked(path: Path) -> IO[bytes]:
         return cast(IO[bytes], gzip.open(path, "rb"))
     if path.suffix == ".zip":
         archive = zipfile.ZipFile(path)
-        members = [name for name in archive.namelist() if not name.endswith("/")]
+        members = [one for one in archive.infolist() if not one.is_dir()]
         if len(members) != 1:
             archive.close()
             raise RunError(f"{path} must hold one file, and holds {len(members)}")
+        if members[0].flag_bits & 1 or members[0].compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            archive.close()
+            raise RunError(f"{path}: encrypted, or packed in another way than is usual for .zip: decompress it first")
         member = archive.open(members[0])
         archive.close()  # the open member keeps the file until it is closed itself
         return member
@@ -130,7 +134,9 @@ def find_file(folder: Path, stem: str) -> Path | None:
 def read_lines(file: Path) -> Iterator[tuple[int, str]]:
     """(number from 1, line without its newline) of a UTF-8 text file, with a byte order mark or without."""
     with reading(file), open_unpacked(file) as opened:
-        for number, line in enumerate(opened, 1):
+        for number, line in enumerate(iter(lambda: opened.readline(MOST_LINE + 1), b""), 1):
+            if len(line) > MOST_LINE:
+                raise RunError(f"{file}: line {number} has more than {MOST_LINE:,} bytes")
             try:
                 text = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).decode("utf-8").rstrip("\r\n")
             except UnicodeDecodeError:
@@ -148,6 +154,8 @@ def check_md5(path: Path, size: int, md5: str) -> Iterator[int]:
         while block := file.read(BLOCK):
             digest.update(block)
             done += len(block)
+            if done > size:  # a little that becomes much is not unpacked to its end
+                raise RunError(f"{path} has more than the {size:,} bytes of text that are expected: another file")
             yield done
     if done != size:
         raise RunError(f"{path} has {done:,} bytes of text, expected {size:,}: truncated, or another file")

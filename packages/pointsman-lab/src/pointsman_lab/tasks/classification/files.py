@@ -13,6 +13,7 @@ from typing import Any
 
 from pointsman._errors import RunError
 from pointsman_lab._files import parse_json
+from pointsman_lab._shapes import MOST_LINE
 from pointsman_lab.data.reading import open_unpacked, reading
 
 TEXT_COLUMNS = ("text", "sentence", "review", "content", "utterance", "query", "question", "body", "document")
@@ -58,7 +59,7 @@ def read_labelled(path: Path, columns: Columns) -> list[LabelledText]:
         io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file,
     ):
         try:
-            for line, text, label in _rows(file, kind, path, columns):
+            for line, text, label in _rows(_lines(file, path), kind, path, columns):
                 where = f"{path}, line {line}"
                 if not text.strip():
                     raise RunError(f"{where}: the text is empty: remove the row or add a text")
@@ -84,7 +85,15 @@ def _long_fields() -> Iterator[None]:
         csv.field_size_limit(before)
 
 
-def _rows(file: io.TextIOWrapper, kind: str, path: Path, columns: Columns) -> Iterator[tuple[int, str, str]]:
+def _lines(file: io.TextIOWrapper, path: Path) -> Iterator[str]:
+    """The lines of a file, which may be packed, none longer than `MOST_LINE`."""
+    for number, line in enumerate(iter(lambda: file.readline(MOST_LINE + 1), ""), 1):
+        if len(line) > MOST_LINE:
+            raise RunError(f"{path}, line {number}: more than {MOST_LINE:,} characters")
+        yield line
+
+
+def _rows(file: Iterator[str], kind: str, path: Path, columns: Columns) -> Iterator[tuple[int, str, str]]:
     if kind == "jsonl":
         return _json_rows(file, path, columns)
     if kind == "fasttext":
@@ -92,7 +101,7 @@ def _rows(file: io.TextIOWrapper, kind: str, path: Path, columns: Columns) -> It
     return _table_rows(file, kind, path, columns)
 
 
-def _table_rows(file: io.TextIOWrapper, kind: str, path: Path, columns: Columns) -> Iterator[tuple[int, str, str]]:
+def _table_rows(file: Iterator[str], kind: str, path: Path, columns: Columns) -> Iterator[tuple[int, str, str]]:
     if kind == "tsv":  # in the published files quotes are text
         rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
     else:
@@ -113,7 +122,7 @@ def _table_rows(file: io.TextIOWrapper, kind: str, path: Path, columns: Columns)
         yield rows.line_num, row[text_at], row[label_at]
 
 
-def _json_rows(file: io.TextIOWrapper, path: Path, columns: Columns) -> Iterator[tuple[int, str, str]]:
+def _json_rows(file: Iterator[str], path: Path, columns: Columns) -> Iterator[tuple[int, str, str]]:
     names: tuple[str, str] | None = None
     for number, line in enumerate(file, start=1):
         if not line.strip():
@@ -134,7 +143,7 @@ def _json_rows(file: io.TextIOWrapper, path: Path, columns: Columns) -> Iterator
         yield number, text, str(label)
 
 
-def _fasttext_rows(file: io.TextIOWrapper, path: Path) -> Iterator[tuple[int, str, str]]:
+def _fasttext_rows(file: Iterator[str], path: Path) -> Iterator[tuple[int, str, str]]:
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue
