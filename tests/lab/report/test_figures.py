@@ -62,3 +62,13 @@ def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(RunError, match=r"matplotlib: pip install 'pointsman\[report\]'"):
         figures(run)
+
+
+@pytest.mark.slow
+def test_a_folder_brings_no_style_and_a_name_no_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import matplotlib
+
+    run = write_run(tmp_path / "r", router="smoe$^$", layers=1)
+    first = [file.read_bytes() for file in figures(run, ("svg",), tmp_path / "one")]
+    monkeypatch.setitem(matplotlib.rcParams, "text.usetex", True)  # of a matplotlibrc: LaTeX would be started
+    assert first == [file.read_bytes() for file in figures(run, ("svg",), tmp_path / "two")]

@@ -40,13 +40,13 @@ def figures(path: Path | Sequence[Path], formats: Sequence[str] = ("png",), out:
         The files written; a figure without data is left out. The same data give the same bytes.
     """
     check_formats(formats)
-    import matplotlib
+    import matplotlib.style
 
     comparison = read(path)
     table = ComparisonTable.of(comparison)
     folder = within(page_path(out, comparison).parent, "figures")
     written = []
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.style.context(["default", STYLE]):  # and no matplotlibrc, which the folder may bring
         for name, figure in drawn(comparison, table).items():
             for ending in formats:
                 written.append(_save(figure, folder / f"{name}.{ending}", ending))
@@ -87,6 +87,11 @@ def drawn(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]:
     return found
 
 
+def _plain(name: str) -> str:
+    """A name in which matplotlib finds no formula."""
+    return name.replace("$", r"\$")
+
+
 def _point(values: Sequence[float]) -> dict[str, float]:
     return dict(zip(("x", "y", "low", "high"), values, strict=False))
 
@@ -117,10 +122,10 @@ def save_lines(
     """
     ending = path.suffix.removeprefix(".")
     check_formats([ending])
-    import matplotlib
+    import matplotlib.style
 
     look = {curve["name"]: index for index, curve in enumerate(curves)}
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.style.context(["default", STYLE]):  # and no matplotlibrc, which the folder may bring
         return _save(_lines(curves, look, x_label, y_label, **how), path, ending)
 
 
@@ -144,7 +149,7 @@ def _lines(
         low, high = [p.get("low", p["y"]) for p in points], [p.get("high", p["y"]) for p in points]
         style: dict[str, Any] = {
             "color": COLOURS[index % 8], "marker": MARKERS[index % 8], "linestyle": DASHES[index // 8 % 4],
-            "markersize": 4, "linewidth": 1.3, "markevery": max(1, len(x) // 9), "label": curve["name"],
+            "markersize": 4, "linewidth": 1.3, "markevery": max(1, len(x) // 9), "label": _plain(curve["name"]),
         }  # fmt: skip
         axes.plot(x, y, **style)
         if len(ks) > 1 and len(x) == 1:  # a dense model has no k
@@ -173,7 +178,7 @@ def _lines(
     if zero:
         axes.axhline(0.0, color="#888888", linewidth=0.8, zorder=1)
     if names:
-        axes.set_xticks(range(len(names)), names)
+        axes.set_xticks(range(len(names)), [*map(_plain, names)])
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     figure.legend(loc="outside right upper", fontsize=7)
@@ -206,10 +211,10 @@ def _heat(heat: Mapping[str, Any]) -> Any:
             extent=(steps[0], max(steps[-1], steps[0] + 1), layer["experts"] - 0.5, -0.5),
         )  # fmt: skip
         axes.grid(visible=False)
-        axes.set_title(layer["label"], fontsize=8)
+        axes.set_title(_plain(layer["label"]), fontsize=8)
         axes.set_xlabel("step")
     all_axes[0].set_ylabel("expert")
-    figure.suptitle(f"{heat['router']}, seed {heat['seed']}", fontsize=9)
+    figure.suptitle(_plain(f"{heat['router']}, seed {heat['seed']}"), fontsize=9)
     figure.colorbar(image, ax=list(all_axes), label="load / even share", pad=0.01)
     return figure
 
