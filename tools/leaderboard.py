@@ -219,6 +219,12 @@ def uneven(results: Iterable[Mapping[str, Any]]) -> float | None:
     return sum(found) / len(found) if found else None
 
 
+def called(entry: Mapping[str, Any]) -> str:
+    """Name and router in Markdown; the name makes no link, picture, HTML or code."""
+    name = entry["name"].translate({ord(one): f"&#{ord(one)};" for one in r"&<>:\`*_[]!#~"})
+    return f"{name} (`{entry['router'].replace('`', chr(39))}`)"
+
+
 def row_of(entry: Mapping[str, Any]) -> list[str]:
     """name, bits at k = 1, 2 and N, the load's unevenness at k = 2, GFLOPs of its model at k = 2, seconds."""
     results = [{one["top_k"]: one for one in run["evaluation"]["results"]} for run in entry["runs"].values()]
@@ -238,7 +244,7 @@ def row_of(entry: Mapping[str, Any]) -> list[str]:
     flops = inference_flops(build_model(model), min(2, model.num_experts))
     load = uneven(of.get(2, {}) for of in results)
     shown = NONE if load is None else f"{load:.3f}"
-    return [f"{entry['name']} (`{entry['router']}`)", *bits, shown, f"{flops / 1e9:.2f}", f"{seconds:.0f}"]
+    return [called(entry), *bits, shown, f"{flops / 1e9:.2f}", f"{seconds:.0f}"]
 
 
 def exam_row(entry: Mapping[str, Any]) -> list[str]:
@@ -246,7 +252,7 @@ def exam_row(entry: Mapping[str, Any]) -> list[str]:
     found = {task: mean_score(task, entry["router"], cell["runs"]) for task, cell in entry["cells"].items()}
     worst = min(found, key=found.__getitem__)
     shown = [f"{value:.2f}" for value in (fmean(found.values()), *(found[task] for task in QUICK if task in found))]
-    return [f"{entry['name']} (`{entry['router']}`)", *shown, f"{worst} {found[worst]:.2f}"]
+    return [called(entry), *shown, f"{worst} {found[worst]:.2f}"]
 
 
 def page(folder: Path) -> str:

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from pointsman._errors import RunError
+from pointsman_lab._grid import Grid
 from pointsman_lab.cli.main import main
 from pointsman_lab.runs.sharing import digest, read_entry, signed
 from tests.lab.cli.test_compare import SMALL, TEXT
-from tools.leaderboard import ROOT, check, compared, follow, page, row_of
+from tools.leaderboard import ROOT, called, check, compared, follow, page, row_of
 
 ROUTER = """
 import torch
@@ -269,3 +270,11 @@ def test_a_changed_entry_of_the_exam_is_refused(
 def test_what_is_no_row_of_an_exam_is_not_submitted(examined: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", str(examined.parents[1] / "exam"), "--router", "smoee"]) == 2
     assert "did you mean 'smoe'" in capsys.readouterr().err
+
+
+def test_a_name_is_a_name_on_the_page() -> None:
+    entry = {"name": "<img src=x onerror=alert(1)> [a](javascript:b) **c** |\n\u202e", "router": "smoe`<b>"}
+    cell = Grid(["entry"], [[called(entry)]], code=False).markdown().splitlines()[-1]
+    assert not [one for one in ("<img", "[a]", "javascript:", "**", "\u202e") if one in cell]
+    assert cell.endswith("(`smoe'<b>`) |")
+    assert called({"name": "Mine, tuned (2)", "router": "mine"}) == "Mine, tuned (2) (`mine`)"
