@@ -180,11 +180,13 @@ def test_a_terminal_that_closes_saves_first(jobs: int, text: Path, tmp_path: Pat
     words = arguments(text, out, "--steps", "4000", "--jobs", str(jobs), routers="smoe,hyperrouter")
     terminal, end = os.openpty()
     os.set_blocking(terminal, False)
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
     process = subprocess.Popen(
         ["sh", "-c", 'exec "$@" <>"$0" >&0 2>&0', os.ttyname(end), sys.executable, "-m", "pointsman_lab", *words],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         start_new_session=True,  # which the first terminal that is opened belongs to
     )
+    signal.signal(signal.SIGHUP, inherited)
     metrics = [out / f"runs/{router}/seed-0/metrics.jsonl" for router in ("smoe", "hyperrouter")[:jobs]]
     deadline = time.monotonic() + 250
     try:
