@@ -422,6 +422,15 @@ def test_an_id_below_0_is_none_of_the_table_where_nobody_looks() -> None:
     assert looked.tolist() == [[9, 3]]
 
 
+@pytest.mark.parametrize("spec", ["hash", "mask", "stable"])
+def test_token_ids_are_whole_numbers_of_a_kind_that_tables_take(spec: str) -> None:
+    router, hidden = build_router(spec, dim=8, num_experts=4, vocab_size=9), torch.randn(2, 3, 8)
+    for dtype in (torch.uint8, torch.float32, torch.bool):
+        with pytest.raises(ValueError, match=f"{spec}: RoutingContext.token_ids must be int64, got {dtype}"):
+            router(hidden, RoutingContext(token_ids=torch.ones(2, 3, dtype=dtype)))
+    router(hidden, RoutingContext(token_ids=torch.ones(2, 3, dtype=torch.int32)))
+
+
 def test_the_rooms_of_the_library_are_found_from_its_name() -> None:
     assert pointsman.parallel.parallelize is not None
     assert pointsman.parallel.Layout.parse("experts=2", 2).experts == 2

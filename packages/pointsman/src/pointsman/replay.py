@@ -99,9 +99,7 @@ def _check(name: str, place: Any, experts: Tensor) -> None:
     if not isinstance(experts, Tensor) or experts.dtype != torch.int64 or experts.dim() != 2:
         found = f"{experts.dtype} {list(experts.shape)}" if isinstance(experts, Tensor) else type(experts).__name__
         raise ValueError(f"{where}: experts must be int64 [tokens, k], got {found}")
-    if not experts.numel():
-        return
-    if int(experts.min()) < place.first or int(experts.max()) > place.last:
+    if experts.numel() and (int(experts.min()) < place.first or int(experts.max()) > place.last):
         none = ", and -1 for none" if place.first < 0 else ""
         raise ValueError(f"{where}: allowed experts are 0 to {place.last}{none}")
     ordered = experts.sort(-1).values

@@ -258,6 +258,8 @@ def check_given(spec: str, dim: int, needs: Set[str], hidden: Tensor, context: R
     for need in needs:
         if (given := getattr(context, need)) is None:
             raise ValueError(f"{spec}: the router needs RoutingContext.{need}, which this model does not give")
+        if need == "token_ids" and given.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"{spec}: RoutingContext.token_ids must be int64, got {given.dtype}")
         if need in ("token_ids", "attention"):
             seen, there = given.shape if need == "token_ids" else given.output.shape[:2], hidden.shape[:2]
             if seen != there:
