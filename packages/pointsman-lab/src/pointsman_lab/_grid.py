@@ -88,10 +88,9 @@ class Grid:
         """A Markdown table, in which a stranger's name ends no cell and no code."""
 
         def escape(cell: str) -> str:
-            return " ".join(printable(cell.replace("`", "'") if self.code else cell).split())
+            return _one_line(cell.replace("`", "'") if self.code else cell)
 
-        header = [" ".join(printable(cell).split()) for cell in self.header]
-        return markdown_table(header, self._marked("`{}`", "**{}**", escape), self.labels)
+        return markdown_table([*map(_one_line, self.header)], self._marked("`{}`", "**{}**", escape), self.labels)
 
     def latex(self, label: str = "") -> str:
         """A LaTeX table for the booktabs package. Its caption is the first sentence, the others are a comment.
@@ -134,6 +133,10 @@ class Grid:
         return rows
 
 
+def _one_line(text: str) -> str:
+    return " ".join(printable(text).split())
+
+
 def inert(cell: Any) -> Any:
     """A cell of a CSV file: a text is `printable`; one that a spreadsheet would compute gets an apostrophe in front."""
     if not isinstance(cell, str):
@@ -144,7 +147,7 @@ def inert(cell: Any) -> Any:
 
 def escape_latex(text: str) -> str:
     """`text` in one line, with every character that LaTeX reads as a command escaped."""
-    return "".join(_LATEX.get(character, character) for character in " ".join(printable(text).split()))
+    return "".join(_LATEX.get(character, character) for character in _one_line(text))
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], labels: int = 1) -> str:

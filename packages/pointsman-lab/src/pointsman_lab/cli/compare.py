@@ -157,7 +157,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def check_columns(values: Any, plan: Plan) -> None:
-    """Refuses titles that no column will have, before the training; `shown` refuses those that only may have been."""
+    """Refuses titles that no column can have, before the training; `shown` refuses those that none has after it."""
     if values.columns in ([], ["all"]):
         return
     from pointsman_lab.report.tables import OTHERS

@@ -86,7 +86,7 @@ def _copies(model: nn.Module, current: set[int]) -> Iterator[TopKField]:
             for name in CONFIG_NAMES:
                 value = owner.__dict__.get(name)
                 of_layers = value if isinstance(value, list) else [value]  # HunYuan has one for each
-                if all(type(one) is int and one in current for one in of_layers):
+                if of_layers and all(type(one) is int and one in current for one in of_layers):
                     yield TopKField(owner, name)
 
 
