@@ -15,6 +15,8 @@ def test_text() -> None:
         "c             2.0      -",
     ]
     assert GRID.text(rule=False).splitlines()[1] == "a|b_1   1.5 ± 0.1      2"
+    wide = Grid(["router", "k=1"], [["路由", "1"], ["smoe", "2"]]).text().splitlines()
+    assert wide[2:] == ["路由      1", "smoe      2"]  # two columns of a terminal a character
     assert Grid(["router", "k=1"], []).text() == "router  k=1\n-----------"
 
 

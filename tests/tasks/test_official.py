@@ -145,9 +145,9 @@ def test_sacrebleu(tmp_path: Path) -> None:
     )  # fmt: skip
     train(config, tmp_path / "run")
     assert main(["evaluate", str(tmp_path / "run"), "--predictions", "official"]) == 0
-    folder = tmp_path / "run/predictions"
-    command = [sys.executable, "-m", "sacrebleu", str(folder / "references.de-en.txt"), "-b", "-w", "10", "-l", "de-en",
-               "-i", str(folder / "translations.de-en.txt")]  # fmt: skip
+    [folder] = (tmp_path / "run/predictions").iterdir()
+    files = [str(folder / "test-references.de-en.txt"), "-i", str(folder / "test-translations.de-en.txt")]
+    command = [sys.executable, "-m", "sacrebleu", *files, "-b", "-w", "10", "-l", "de-en"]
     found = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert found == pytest.approx(record(tmp_path / "run")["languages"]["de"]["value"], abs=1e-9)
 
@@ -179,7 +179,7 @@ def read(file: Path) -> tuple[np.ndarray, np.ndarray]:
 
 def test_images(images: Path) -> None:
     assert main(["evaluate", str(images / "run"), "--predictions", "official"]) == 0
-    confidence, right = read(images / "run/predictions/images.csv")
+    confidence, right = read(images / f"run/predictions/{images.name}/test.csv")
     assert len(right) == 250
     assert right.mean() == record(images / "run")["value"]
     assert confidence.min() >= 0.5

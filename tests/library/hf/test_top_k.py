@@ -120,6 +120,16 @@ def test_refusals_change_nothing() -> None:
         assert {path: module.top_k for path, module in model.named_modules() if hasattr(module, "top_k")} == kept
 
 
+def test_groups_of_deepseek_v2_count_only_where_it_uses_them() -> None:
+    groups = {"n_group": 2, "num_group": 2, "topk_group": 1}
+    model = zoo.tiny_model("deepseek_v2", topk_method="group_limited_greedy", **groups)
+    with pytest.raises(ValueError, match="from 1 to 4"):
+        pointsman.set_top_k(model, 5)
+    model = zoo.tiny_model("deepseek_v2", topk_method="greedy", **groups)
+    pointsman.set_top_k(model, 5)
+    assert {gate.module.top_k for gate in find_gates(model)} == {5}
+
+
 def test_other_modules_do_not_need_transformers() -> None:
     layer = pointsman.MoE(8, 8, 4)
     with pointsman.set_top_k(nn.Sequential(layer), 1):

@@ -99,6 +99,16 @@ def test_a_saved_run_is_evaluated_on_its_own_and_on_other_text(
     assert set(run.task(other).text.valid) == {"bb"}  # type: ignore[attr-defined]
     assert main(["evaluate", str(tmp_path / "run"), "--split", "test"]) == 2
     assert "allowed is valid" in capsys.readouterr().err
+    namesake = tmp_path / folder.name
+    shutil.copytree(folder, namesake)
+    for file in namesake.rglob("*bb*"):
+        file.write_text(file.read_text().replace("a", "b"))
+    [before] = (tmp_path / "run").glob("evaluation-*.json")
+    content = before.read_bytes()
+    other = f"multilingual:{namesake}:languages=bb"
+    assert main(["evaluate", str(tmp_path / "run"), "--data", other, "--top-k", "1"]) == 2
+    assert "is of other data of the name" in capsys.readouterr().err
+    assert before.read_bytes() == content
 
 
 def test_a_run_is_diagnosed_and_shown_token_by_token(masked: Make, tmp_path: Path) -> None:

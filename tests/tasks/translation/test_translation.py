@@ -161,15 +161,19 @@ def test_a_run_is_judged_by_bleu_and_resumes_bit_for_bit(
     assert (first["metric"], first["split"], list(first["languages"])) == ("bleu", "test", ["de", "fr"])
     assert 0 <= first["value"] <= 100
     assert "tok:13a" in first["signature"][0]
-    assert len((tmp_path / "whole/predictions/translations.de-en.txt").read_text().splitlines()) == 8
+    [folder] = (tmp_path / "whole/predictions").iterdir()
+    assert len((folder / "test-translations.de-en.txt").read_text().splitlines()) == 8
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut/checkpoints/step-4")
     (tmp_path / "cut/evaluation.json").unlink()
     assert train(config, tmp_path / "cut", resume=True).evaluation["results"] == whole["results"]
     one, two = ((tmp_path / name / "checkpoints/step-4/model.safetensors").read_bytes() for name in ("whole", "cut"))
     assert one == two
-    assert main(["evaluate", str(tmp_path / "cut"), "--top-k", "1", "--split", "valid"]) == 0
+    valid = ["evaluate", str(tmp_path / "cut"), "--top-k", "1", "--split", "valid"]
+    assert main([*valid, "--predictions", "official"]) == 0
     assert "bleu" in capsys.readouterr().out
+    kept = {"test-translations", "test-references", "valid-translations", "valid-references"}
+    assert {file.name.partition(".")[0] for file in (tmp_path / "cut/predictions").glob("*/*.de-en.txt")} == kept
     [file] = (tmp_path / "cut").glob("evaluation-*-valid.json")
     assert json.loads(file.read_text())["results"][0]["languages"]["fr"]["sentences"] == 8
 

@@ -65,14 +65,14 @@ class Grid:
 
     def text(self, *, rule: bool = True) -> str:
         """Aligned columns, the first to the left and the others to the right; a rule below the header."""
+        from rich.cells import cell_len
+
         lines = [[printable(cell) for cell in line] for line in (self.header, *self.rows)]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(self.header))]
+        widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+        spaces = [[" " * (width - cell_len(cell)) for cell, width in zip(line, widths, strict=True)] for line in lines]
         shown = [
-            "  ".join(
-                cell.rjust(width) if column else cell.ljust(width)
-                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
+            "  ".join([line[0] + space[0], *map(str.__add__, space[1:], line[1:])]).rstrip()
+            for line, space in zip(lines, spaces, strict=True)
         ]
         return "\n".join([shown[0], *(["-" * (sum(widths) + 2 * (len(widths) - 1))] if rule else []), *shown[1:]])
 

@@ -95,6 +95,7 @@ def evaluated(
     from pointsman_lab._files import within, write_whole
     from pointsman_lab.evaluation.passes import EvaluationContext
     from pointsman_lab.runs.paths import slug
+    from pointsman_lab.runs.record import read_object
     from pointsman_lab.training.kernels import autocast
 
     given = {} if values.eval_tokens is None else {"eval_tokens": values.eval_tokens}
@@ -102,6 +103,11 @@ def evaluated(
     if values.predictions and not task.scorer:
         raise RunError(f"--predictions official: no official scorer reads predictions of {task.name}; leave it out")
     split = values.split or task.reported_split(config)
+    folder = values.out or values.run
+    file = folder / f"evaluation-{slug(task.name)}-{split}.json"
+    data = task.fingerprint if task.whole else None  # parts that are not read may be missing
+    if file.exists() and data and (read_object(file).get("data") or data) != data:
+        raise RunError(f"{file} is of other data of the name {task.name}: give --out another folder, or remove it")
     task.keeps = bool(values.predictions)
     context = EvaluationContext(autocast(config, next(saved.model.parameters()).device), display, stop)
     with using(saved.config.kernels):
@@ -109,10 +115,9 @@ def evaluated(
     protocol = {**task.protocol(config), **task.description()}
     if "split" in protocol:
         protocol["split"] = split
-    record = {"format": 1, "checkpoint": f"step-{saved.step}", "protocol": protocol, "results": results}
-    folder = values.out or values.run
+    record = {"format": 1, "checkpoint": f"step-{saved.step}", "data": data, "protocol": protocol}
+    record["results"] = results
     if values.predictions:
         for name, content in task.result_files(config).items():
             print(f"for {task.scorer}: {write_whole(within(folder, *name.split('/')), content)}", file=sys.stderr)
-    file = folder / f"evaluation-{slug(task.name)}-{split}.json"
     return record, write_whole(file, json.dumps(record, indent=2) + "\n")

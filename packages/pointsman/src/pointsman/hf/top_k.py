@@ -30,7 +30,8 @@ class TopKField(NamedTuple):
 def max_top_k(gate: Gate) -> int:
     """The largest k: the number of experts; with group-limited routing, that of the groups a token may use."""
     groups, reached = getattr(gate.module, "num_group", None), getattr(gate.module, "topk_group", None)
-    if isinstance(groups, int) and isinstance(reached, int) and 0 < reached < groups:
+    greedy = getattr(gate.module, "topk_method", None) == "greedy"  # DeepSeek-V2 with groups that it does not use
+    if not greedy and isinstance(groups, int) and isinstance(reached, int) and 0 < reached < groups:
         return gate.num_experts // groups * reached
     return gate.num_experts
 

@@ -16,6 +16,7 @@ from pointsman_lab.data.catalog import data_folder
 from pointsman_lab.data.download import DataProgress
 from pointsman_lab.evaluation.diagnose import Batch
 from pointsman_lab.evaluation.passes import EvaluationContext, Pass, draws, evaluated
+from pointsman_lab.runs.paths import slug
 from pointsman_lab.tasks.images.augment import Augmentation, ImageStream, evaluation_batches
 from pointsman_lab.tasks.images.image_set import ClassNames, ImageSet, load_images
 from pointsman_lab.tasks.images.vit import VisionTransformerConfig
@@ -98,7 +99,7 @@ class ImageClassification(Task):
         self.name = images.name
         self.fingerprint = images.fingerprint
         self.whole = "train" in images.splits
-        self._kept: dict[int, str] = {}
+        self._split, self._kept = "test", dict[int, str]()
 
     @classmethod
     def open(
@@ -153,7 +154,7 @@ class ImageClassification(Task):
             "routers"}: `value` is the share of images whose class was found (0 to 1), `per_class` that of each class
             (None without images), `nats` the mean of `image_nats`. With at least 50 classes also "top5".
         """
-        part, batch_size = self.images.split(split), config.eval_batch_size
+        self._split, part, batch_size = split, self.images.split(split), config.eval_batch_size
         budget = self.budget(config, config.eval_tokens if context.final else config.valid_tokens)
         images = len(part) if budget is None else min(budget, len(part))
         ranks = ALONE if draws(model) else context.ranks
@@ -179,7 +180,8 @@ class ImageClassification(Task):
 
     def result_files(self, config: RunConfig) -> Mapping[str, str]:
         """Class, prediction and confidence of every image at the k of training, if they were kept."""
-        return {"predictions/images.csv": HEADER + self._kept[shown_k(config, self._kept)]} if self._kept else {}
+        name = f"predictions/{slug(self.name)}/{self._split}.csv"
+        return {name: HEADER + self._kept[shown_k(config, self._kept)]} if self._kept else {}
 
     def budget(self, config: RunConfig, tokens: int | None) -> int | None:
         """How many images have so many tokens; at least one."""

@@ -18,6 +18,7 @@ from pointsman_lab.data.streams import IGNORE
 from pointsman_lab.data.task_streams import PADDING, Encoded, TaskStream, eval_batches, padded
 from pointsman_lab.evaluation.diagnose import Batch
 from pointsman_lab.evaluation.passes import EvaluationContext, Pass, evaluated
+from pointsman_lab.runs.paths import slug
 from pointsman_lab.tasks.translation.data import Ids, Pairs, ParallelText, ended, ids_of, open_parallel
 from pointsman_lab.tasks.translation.model import LENGTH_PENALTY, LONGER, MORE, TranslationConfig, search
 from pointsman_lab.training.config import RunConfig
@@ -41,7 +42,7 @@ class Translation(Task):
         self.fingerprint = f"{text.fingerprint}-{pieces.digest}"
         self._encoded: dict[int, Encoded] = {}
         self._kept: dict[int, dict[str, list[str]]] = {}
-        self._scored: dict[str, Pairs] = {}
+        self._split, self._scored = "test", dict[str, Pairs]()
 
     @classmethod
     def open(
@@ -143,7 +144,7 @@ class Translation(Task):
             raise RunError(f"translation has no {split} part to score: allowed are valid and test")
         count = self._budget(config.eval_tokens if context.final else config.valid_tokens, split)
         beam, batch_size = config.own["beam"] if context.final else 1, config.eval_batch_size
-        self._kept = {}
+        self._kept, self._split = {}, split
         self._scored = {language: pairs[:count] for language, pairs in self.text.parts[split].items()}
         metrics = scorers(self.text.target)
         device = next(model.parameters()).device
@@ -190,7 +191,8 @@ class Translation(Task):
         for language, found in self._kept[own].items():
             references = [other for _, other in self._scored[language]]
             for kind, lines in (("translations", found), ("references", references)):
-                files[f"predictions/{kind}.{language}-{target}.txt"] = "".join(f"{line}\n" for line in lines)
+                name = f"predictions/{slug(self.name)}/{self._split}-{kind}.{language}-{target}.txt"
+                files[name] = "".join(f"{line}\n" for line in lines)
         return files
 
     def protocol(self, config: RunConfig) -> dict[str, Any]:
