@@ -76,6 +76,7 @@ def test_source_and_data_of_the_sender(
     said = capsys.readouterr().out
     assert "raise SystemExit" in said
     assert "\x1b" not in said
+    assert f"\n   1 | {SOURCE.splitlines()[0]}\n" in said, "a line of a stranger is none of ours"
     assert "data: mytext.txt: bytes, V 11, 108 bytes, sha256" in said
     assert "fingerprint 0123abcd" in said
     assert "name yours with --data" in said

@@ -101,7 +101,8 @@ def run_open(words: Sequence[str]) -> int:
     found = open_shared(values.file, out)
     for source in found.sources:
         print(f"--- {source}, as the sender had it; nothing of it was run")
-        print("\n".join(printable(line) for line in read_text(source).splitlines()))
+        for number, line in enumerate(read_text(source).splitlines(), 1):  # numbered: no line of it passes for ours
+            print(f"{number:4} | {printable(line)}")
         print(f"--- end of {source}; read it, then name it with --import {source} to evaluate with it\n")
     for module in found.modules:
         print(printable(f"routers came from {module!r}, which is not in the file: get it from the sender"))
