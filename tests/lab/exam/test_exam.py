@@ -277,6 +277,20 @@ def test_an_interrupted_cell_goes_on_bit_for_bit(short: Task, tmp_path: Path) ->
     assert read_cell(tmp_path / "broken", "clusters", "smoe") == read_cell(tmp_path / "whole", "clusters", "smoe")
 
 
+def test_a_worker_refuses_a_file_that_has_changed_since_the_command_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def later(jobs: Any, titles: Any, setup: Any, *_: Any, **others: Any) -> None:
+        monkeypatch.setattr(imports, "origin_of", lambda row: {"mine.py": "now"})
+        setup()(jobs[0], Quiet(), None)
+
+    monkeypatch.setattr("pointsman_lab.exam.exam.do_all", later)
+    monkeypatch.setattr("pointsman_lab.exam.exam.origin_of", lambda row: {"mine.py": "then"})
+    with pytest.raises(RunError, match=r"mine\.py is not what it was when router 'smoe'"):
+        examine(Plan(("smoe",), ("clusters",), 1, again=True), tmp_path, jobs=2, progress=Quiet(), ended=never)
+    assert not (tmp_path / "cells").exists()
+
+
 def test_a_disk_that_is_full_is_no_refusal_of_the_row(
     short: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

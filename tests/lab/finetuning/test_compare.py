@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,6 +100,21 @@ def test_any_number_of_jobs_gives_the_same_bits(own: Path, task: str, tmp_path: 
     watch = Titles()
     compare_tasks(own, [settings], progress=watch, ended=watch.ended)
     assert not watch.over  # nothing was new
+
+
+def test_a_worker_refuses_data_that_have_changed_since_the_command_read_them(
+    own: Path, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = shutil.copytree(task, tmp_path / "data")
+
+    def changed(jobs: Any, titles: Any, setup: Any, *_: Any, **others: Any) -> None:
+        (data / "train.csv").write_text((data / "train.csv").read_text() + "one more good,pos\n")
+        setup()(jobs[0], Quiet(), None)
+
+    monkeypatch.setattr("pointsman_lab.finetuning.run.do_all", changed)
+    with pytest.raises(RunError, match="data has changed since this command read it"):
+        compare_tasks(own, [Finetuning(str(data), steps=2)], jobs=2, progress=Quiet())
+    assert not list(own.glob("runs/*/seed-0/finetune"))
 
 
 def test_rows_of_one_seed_see_the_same_batches(own: Path, task: str) -> None:

@@ -8,7 +8,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from pointsman._errors import RunError, Stopped
 from pointsman.routers.frame import entries
 from pointsman_lab.progress import Progress, Quiet, Stop
+from pointsman_lab.runs import imports
 from pointsman_lab.runs.imports import import_named
 from pointsman_lab.training.compare import Plan, compare, default_jobs
 from pointsman_lab.training.config import RunConfig
@@ -159,6 +160,40 @@ def test_any_number_of_jobs_gives_the_same_bits(
     assert torch.get_num_threads() == before
     assert len(results[1]) >= 4
     assert results[1] == results[2]
+
+
+def in_a_worker(change: Callable[[], object]) -> Callable[..., None]:
+    """`do_all` as a worker does it, which reads the data itself, after `change`; in this process."""
+
+    def do(
+        jobs: Sequence[Any], titles: Any, setup: Callable[[], Work], *_: Any, progress: Progress, **others: Any
+    ) -> None:
+        change()
+        work = setup()
+        for job in jobs:
+            work(job, progress, None)
+
+    return do
+
+
+def test_a_worker_refuses_what_has_changed_since_the_command_read_it(
+    settings: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison names one text and one code for all its rows."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text = tmp_path / "text.txt"
+    text.write_text("some words of a text\n" * 400)
+    plan = Plan(settings(steps=1, data=str(text)), ("smoe",), (0,))
+    other = partial(monkeypatch.setattr, imports, "origin_of", lambda router: {"mine.py": "now"})
+    monkeypatch.setattr("pointsman_lab.training.compare.do_all", in_a_worker(other))
+    monkeypatch.setattr("pointsman_lab.training.compare.origin_of", lambda router: {"mine.py": "then"})
+    with pytest.raises(RunError, match=r"mine\.py is not what it was when router 'smoe'"):
+        compare(plan, tmp_path / "code", jobs=2, progress=Notes())
+    longer = partial(text.write_text, "some words of a text\n" * 401)
+    monkeypatch.setattr("pointsman_lab.training.compare.do_all", in_a_worker(longer))
+    with pytest.raises(RunError, match=r"text\.txt has changed since this command read it"):
+        compare(plan, tmp_path / "data", jobs=2, progress=Notes())
+    assert not (tmp_path / "data" / "runs").exists()
 
 
 def test_the_default_follows_the_size_of_the_model(settings: Callable[..., RunConfig]) -> None:

@@ -160,8 +160,11 @@ def worker(out: Path, seeds: int, imports: Sequence[str]) -> Work:
     for name in imports:
         import_named(name)
 
+    origins = (read_json(out / PLAN) or {}).get("origins", {})
+
     def work(place: tuple[str, str], progress: Progress, stop: Stop | None) -> None:
         task, row = place
+        check_origin(out, origins.get(row), row)  # its file may have changed since the command read it
 
         def check() -> None:
             try:

@@ -215,7 +215,8 @@ def compare_tasks(
         for number, (settings, router, _, own) in enumerate(todo, 1)
     ]
 
-    setup = partial(_tuner, out, device, named_before(imports))
+    prints = {name: data.fingerprint for name, data in loaded.items()}
+    setup = partial(_tuner, out, device, named_before(imports), prints)
     with alone(out):
         do_all(
             todo, titles, setup, partial(setup, loaded), jobs, progress=progress,
@@ -231,8 +232,13 @@ def jobs_of(out: Path, device: str, routers: Sequence[str] | None = None) -> int
     return None if first is None else default_jobs(first.config(), device)
 
 
-def _tuner(out: Path, device: str, imports: Sequence[str], loaded: Mapping[str, Any] | None = None) -> Work:
-    """Fine-tunes a row, or continues; a worker, without `loaded`, imports and reads each task's data itself."""
+def _tuner(
+    out: Path, device: str, imports: Sequence[str], prints: Mapping[str, str], loaded: Mapping[str, Any] | None = None
+) -> Work:
+    """Fine-tunes a row, or continues; a worker, without `loaded`, imports and reads each task's data itself.
+
+    Data whose fingerprint is not that in `prints`, which the command read, are refused.
+    """
     for name in imports if loaded is None else ():
         import_named(name)
     read = dict(loaded or {})
@@ -241,6 +247,8 @@ def _tuner(out: Path, device: str, imports: Sequence[str], loaded: Mapping[str, 
         settings, router, seed, own_seed = one
         if settings.task not in read:
             read[settings.task] = open_task(settings.task)
+            if read[settings.task].fingerprint != prints[settings.task]:
+                raise RunError(f"{settings.task} has changed since this command read it: bring it back as it was")
         run = run_path(out, router, seed)
         try:
             finetune(

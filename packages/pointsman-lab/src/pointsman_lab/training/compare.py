@@ -36,7 +36,7 @@ from pointsman_lab.runs.comparison import (
     write_node,
     write_plan,
 )
-from pointsman_lab.runs.imports import check_imported, check_origin, import_named, named_before
+from pointsman_lab.runs.imports import check_imported, check_origin, import_named, named_before, origin_of
 from pointsman_lab.runs.paths import COMPARISON, EVALUATION, run_path
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.config import settings as all_settings
@@ -224,7 +224,8 @@ def compare(
         titles = [f"{number}/{len(every)} {router}, seed {seed}" for number, router, seed in todo]
         runs = [(plan.config(router, seed), run_path(out, router, seed)) for _, router, seed in todo]
         base = replace(plan.base, imports=tuple(named_before(plan.base.imports)))
-        setup = partial(_trainer, base, device, pass_over=pass_over)
+        origins = {router: origin_of(router) for router in plan.routers}
+        setup = partial(_trainer, base, device, data=task.fingerprint, origins=origins, pass_over=pass_over)
         do_all(
             runs, titles, setup, partial(setup, task, ranks, layout), jobs, progress=progress,
             ended=lambda _: ended(), stop=stop, hosts=hosts,
@@ -270,16 +271,22 @@ def check_runs(out: Path) -> Comparison:
 
 def _trainer(
     base: RunConfig, device: str, task: Task | None = None, ranks: Ranks = ALONE, layout: Layout | None = None,
-    *, pass_over: bool = False,
+    *, data: str, origins: Mapping[str, Mapping[str, str]], pass_over: bool = False,
 ) -> Work:  # fmt: skip
-    """Trains and evaluates (settings, directory), or continues it; a worker, without `task`, reads the data itself."""
+    """Trains and evaluates (settings, directory), or continues it; a worker, without `task`, reads the data itself.
+
+    Data and routers' files that are no more what the command read, `data` and `origins`, are refused.
+    """
     if task is None:
         for name in base.imports:
             import_named(name)
         task = pretraining_task(base)
+        if task.fingerprint != data:
+            raise RunError(f"{base.data} has changed since this command read it: bring it back as it was")
 
     def work(run: tuple[RunConfig, Path], progress: Progress, stop: Stop | None) -> None:
         config, path = run
+        check_origin(path, origins[config.model.router], config.model.router)
         try:
             train(
                 config, path, resume=RunDirectory(path).exists, device=device, task=task,
