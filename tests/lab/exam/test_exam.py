@@ -277,6 +277,22 @@ def test_an_interrupted_cell_goes_on_bit_for_bit(short: Task, tmp_path: Path) ->
     assert read_cell(tmp_path / "broken", "clusters", "smoe") == read_cell(tmp_path / "whole", "clusters", "smoe")
 
 
+def test_an_exam_whose_folder_is_moved_away_ends_and_begins_no_other(short: Task, tmp_path: Path) -> None:
+    out, calls = tmp_path / "out", 0
+    out.mkdir()
+
+    def move() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            out.rename(tmp_path / "moved")
+
+    with pytest.raises(RunError, match="out was removed or renamed while the exam trained; nothing more is saved"):
+        fill(short, "smoe", 1, out, move, lambda _: None)
+    assert not out.exists()
+    assert len(read_cell(tmp_path / "moved", "clusters", "smoe")["tried"]) == 2
+
+
 def test_a_worker_refuses_a_file_that_has_changed_since_the_command_read_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

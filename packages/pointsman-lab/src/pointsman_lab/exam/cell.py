@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pointsman._errors import RunError
 from pointsman.routers.frame.registry import parse_spec
 from pointsman_lab._files import read_json, within, write_whole
 from pointsman_lab.exam.run import run
@@ -80,9 +81,11 @@ def count(row: str, seeds: int) -> int:
 
 def fill(task: Task, row: str, seeds: int, out: Path, check: Callable[[], None], told: Callable[[int], None]) -> None:
     """Does what is missing of a cell; every run that ends is kept, one that is interrupted starts anew."""
-    cell = read_cell(out, task.name, row)
+    cell, begun = read_cell(out, task.name, row), out.exists()
 
     def keep() -> None:
+        if begun and not out.exists():
+            raise RunError(f"{out} was removed or renamed while the exam trained; nothing more is saved")
         write_whole(path_of(out, task.name, row), json.dumps(cell) + "\n")
         told(len(cell["tried"]) + len(cell["runs"]))
 
