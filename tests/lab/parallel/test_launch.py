@@ -48,6 +48,20 @@ def test_one_that_is_killed_begins_again_with_resume(tmp_path: Path, capfd: pyte
     assert lines == ["pointsman: rank 1 was ended by SIGKILL", "pointsman: starting again (1 of 3)"]
 
 
+def test_a_launcher_that_was_killed_leaves_no_folder_once_another_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code = RANK + "os.kill(os.getppid(), signal.SIGKILL)"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    script = f"from pointsman_lab.processes import launch\nlaunch({command!r}, 1, 0)"
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    assert subprocess.run([sys.executable, "-c", script], env=environment).returncode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 1
+    assert run("pass", tmp_path) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_number_of_restarts_has_an_end(tmp_path: Path) -> None:
     assert run("os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)", tmp_path, restarts=1) == 137
     assert run("sys.exit(75) if rank else time.sleep(60)", tmp_path, restarts=1) == 75

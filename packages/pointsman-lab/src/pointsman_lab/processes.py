@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pointsman._files import scratch_folder
 from pointsman.parallel import STORE
 
 if TYPE_CHECKING:  # the launcher does without torch
@@ -74,11 +75,11 @@ def launch(command: Sequence[str], count: int, restarts: int, again: Sequence[st
     command = list(command)
     with _forwarding() as (ranks, signals):
         for attempt in range(restarts + 1):
-            with tempfile.TemporaryDirectory(prefix="pointsman-ranks-") as folder:
+            with scratch_folder(Path(tempfile.gettempdir())) as folder:
                 try:
                     for rank in range(count):
                         if not signals:
-                            ranks.append(_start(command, rank, count, Path(folder)))
+                            ranks.append(_start(command, rank, count, folder))
                     if signals:
                         raise KeyboardInterrupt
                     rank, code = _first_failure(ranks, signals)
