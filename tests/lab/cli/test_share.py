@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import zlib
 from pathlib import Path
@@ -52,6 +53,28 @@ def test_a_comparison_arrives_whole_elsewhere(
     assert Path("mine/report.html").is_file()
     assert Path("mine/table.tex").is_file()
     assert main(["open", "mine.pointsman"]) == 2
+    assert "it exists and is not empty" in capsys.readouterr().err
+
+
+def test_an_opening_that_was_killed_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    write_comparison(Path("mine"), ["smoe", "xmoe"], [0])
+    assert main(["share", "mine", "--out", "a.pointsman"]) == 0
+    assert main(["open", "a.pointsman", "--out", "whole"]) == 0
+    wanted = {file.name: file.read_text() for file in Path("whole").iterdir() if file.suffix in (".json", ".jsonl")}
+    for number, kept in enumerate([(), ("papers.bib",), ("papers.bib", "record.jsonl"), tuple(wanted)]):
+        out = Path(f"killed-{number}")
+        out.mkdir()
+        (out / ".papers.bib.writing-1-").touch()  # before the first has its name
+        for name in kept:
+            shutil.copy(Path("whole", name), out)
+        assert main(["open", "a.pointsman", "--out", str(out)]) == 0
+        assert {name: (out / name).read_text() for name in wanted} == wanted
+        assert (out / "report.html").is_file()
+    for name, text in (("papers.bib", "other"), ("notes.txt", "mine")):
+        (out := Path(f"other-{name}")).mkdir()
+        (out / name).write_text(text)
+        assert main(["open", "a.pointsman", "--out", str(out)]) == 2
+        assert (out / name).read_text() == text
     assert "it exists and is not empty" in capsys.readouterr().err
 
 

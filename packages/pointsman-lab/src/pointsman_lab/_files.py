@@ -10,7 +10,7 @@ import atexit
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -176,6 +176,19 @@ def check_writable(folder: Path) -> None:
         for one in new:
             with suppress(OSError):
                 one.rmdir()
+
+
+def may_fill(folder: Path, files: Mapping[str, str], last: str) -> bool:
+    """Whether files, of these texts by name, may be written into a folder: it is new or empty, or holds some of them.
+
+    So a killed command goes on. Not where `last` is there, which it makes at the end, nor where one has another text.
+    """
+    if os.path.lexists(folder) and (not folder.is_dir() or os.path.lexists(folder / last)):
+        return False
+    if all(one.is_dir() or one.name.startswith(".") for one in folder.rglob("*")):
+        return True
+    there = [name for name in files if os.path.lexists(folder / name)]
+    return bool(there) and all(read_bytes(folder / name) == files[name].encode() for name in there)
 
 
 def sync_folder(folder: Path) -> None:

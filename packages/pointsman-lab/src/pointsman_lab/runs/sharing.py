@@ -26,6 +26,7 @@ from typing import Any
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._files import (
     checksum,
+    may_fill,
     open_new,
     parse_json,
     read_json,
@@ -154,8 +155,7 @@ def _read_as(folder: Path, files: Mapping[str, Any]) -> dict[str, Any]:
     about = (evaluation.get("protocol") or {}).get("data")
     steps = steps_of(folder / CHECKPOINTS)
     state = (read_whole_json(folder / CHECKPOINTS / f"step-{steps[0]}" / STATE) if steps else None) or {}
-    found = {"about": about, "fingerprint": state.get("data")}
-    return {name: value for name, value in found.items() if isinstance(value, str)}
+    return {name: one for name, one in (("about", about), ("fingerprint", state.get("data"))) if isinstance(one, str)}
 
 
 def _moved(value: Any, moved: Mapping[str, str]) -> Any:
@@ -177,10 +177,9 @@ def _without_folders(command: str) -> str:
 
 
 def open_shared(file: Path, out: Path) -> Opened:
-    """Writes the run, comparison or exam of a file into a new folder, whole or not at all."""
+    """Writes the run, comparison or exam of a file into a new folder, or one that a killed call of this began."""
     told, most = _read(file)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunError(f"{out}: it exists and is not empty; choose another --out")
+    begun = out.is_dir() and any(out.iterdir())
     here = str(out.resolve())
     texts = [told["record"], json.dumps(told["comparison"])]
     if sum(len(text) + text.count(HERE) * len(here) for text in texts) > most:
@@ -197,12 +196,15 @@ def open_shared(file: Path, out: Path) -> Opened:
         else:
             files = {RECORD: record, COMPARISON: written(_moved(told["comparison"], {HERE: here}))}
     sources = {f"{SOURCES}/{name}": text for name, text in told["sources"].items()}
-    papers = {"papers.bib": told["papers"]} if told["papers"] else {}
+    files = {**sources, **({"papers.bib": told["papers"]} if told["papers"] else {}), **files}
+    if not may_fill(out, files, "report.html"):
+        raise RunError(f"{out}: it exists and is not empty; choose another --out")
     try:
-        for name, text in {**sources, **papers, **files}.items():
+        for name, text in files.items():
             write_whole(within(out, *name.split("/")), text)
     except BaseException:
-        shutil.rmtree(here, ignore_errors=True)  # it was empty, or not there
+        if not begun:
+            shutil.rmtree(here, ignore_errors=True)
         raise
     return Opened(out, tuple(map(out.joinpath, sources)), tuple(told["modules"]), told["data"], told["papers"])
 
