@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 
 from pointsman.ops.kernels import using
+from pointsman_lab.cli.export import model_folder
 from pointsman_lab.cli.main import _Terminal, main
 from pointsman_lab.models.transformer_xl import TransformerXL
 from pointsman_lab.training.config import RunConfig
@@ -221,6 +222,27 @@ def test_an_export_loads_as_one(text: Path, tmp_path: Path) -> None:
     saved = load_run(run)
     with torch.no_grad(), using(saved.config.kernels):
         assert torch.equal(model(tokens).logits, saved.model(tokens).logits)
+
+
+def test_a_power_cut_leaves_no_torn_file_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file is on the disk before it takes its place."""
+    synced, before, replace = set[int](), os.fsync, Path.replace
+
+    def fsync(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        before(descriptor)
+
+    def checked(self: Path, target: Path) -> Path:
+        assert self.stat().st_ino in synced, self.name
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "replace", checked)
+    with model_folder(tmp_path / "out") as scratch:
+        for name in ("config.json", "model.safetensors", "tokenizer.json"):
+            (scratch / name).write_text(name)
+    assert (tmp_path / "out").stat().st_ino in synced
+    assert len(list((tmp_path / "out").iterdir())) == 3
 
 
 def test_an_export_that_cannot_be_written(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -82,18 +83,21 @@ def model_folder(out: Path) -> Iterator[Path]:
     """
     from safetensors import SafetensorError
 
-    from pointsman_lab._files import scratch_folder
+    from pointsman_lab._files import open_named, scratch_folder, sync_folder
 
     existed = out.exists()
     try:
         with scratch_folder(out) as scratch:  # new, so that no link in `out` is written through
             yield scratch
+            order = sorted(scratch.iterdir(), key=lambda file: (file.suffix == ".safetensors", file.name == CONFIG))
+            for file in order:  # a power cut leaves no torn file in `out`
+                with open_named(file) as written:
+                    os.fsync(written.fileno())
             for old in out.glob("model*.safetensors*"):  # weights in other parts would be read beside the new ones
                 old.unlink()
-            for file in sorted(
-                scratch.iterdir(), key=lambda file: (file.suffix == ".safetensors", file.name == CONFIG)
-            ):
+            for file in order:
                 file.replace(out / file.name)  # in this order a command that was killed may be given again
+            sync_folder(out)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{out}: the model was not written: {getattr(error, 'strerror', None) or error}") from None
     finally:
