@@ -111,6 +111,25 @@ def test_a_run_whose_chosen_weights_are_lost_trains_them_again(run: Path, tmp_pa
     assert finetune(run, choosing(), out=out).evaluation["results"] == whole.evaluation["results"]
 
 
+def test_a_run_whose_validations_are_lost_trains_again_and_is_opened_by_no_other_weights(
+    run: Path, tmp_path: Path
+) -> None:
+    whole, out, stop = finetune(run, choosing(), out=tmp_path / "whole"), tmp_path / "stopped", StopAfter(10)
+    with pytest.raises(Interrupted):
+        finetune(run, choosing(), out=out, progress=stop, stop=stop)  # type: ignore[arg-type]
+    best = f'"step": {whole.evaluation["chosen_step"]}, "top_k": 1,'
+    for folder in (out, tmp_path / "whole"):
+        text = (folder / "metrics.jsonl").read_text()
+        assert best in text
+        lines = [line for line in text.splitlines(keepends=True) if not ('"valid"' in line and best in line)]
+        (folder / "metrics.jsonl").write_text("".join(lines))
+    with pytest.raises(RunError, match=r"metrics\.jsonl has no validation of step \d at k = 1: nothing says which"):
+        open_run(tmp_path / "whole")
+    found = finetune(run, choosing(), out=out).evaluation
+    assert found["chosen_step"] == whole.evaluation["chosen_step"]
+    assert found["results"] == whole.evaluation["results"]
+
+
 def test_pre_training_is_not_chosen(run: Path, data: Path, tmp_path: Path) -> None:
     from pointsman_lab.training.directory import RunDirectory
     from pointsman_lab.training.trainer import train

@@ -12,7 +12,7 @@ from pointsman.routers.frame.registry import has_one_k
 from pointsman_lab._files import read_text, read_whole_json, within, write_whole
 from pointsman_lab._values import finite, name_fault
 from pointsman_lab.registry import read_vocabulary
-from pointsman_lab.runs.checkpoints import steps_of
+from pointsman_lab.runs.checkpoints import CheckpointError, steps_of
 from pointsman_lab.runs.imports import check_origin
 from pointsman_lab.runs.paths import CHECKPOINTS, COMPARISON, CONFIG, ENVIRONMENT, METRICS, VOCABULARY
 from pointsman_lab.runs.record import read_metrics, refuse_model
@@ -104,11 +104,19 @@ class RunDirectory:
     def chosen_step(self, config: RunConfig, last: int) -> int:
         """Whose weights are evaluated of a run saved at step `last`: that step's, or with choose="best-valid" those of
         the largest validation figure, the first of equals. A run that is killed and resumed chooses the same.
+
+        Raises:
+            CheckpointError: metrics.jsonl has lost a validation.
         """
         if config.choose == "last":
             return last
-        k = validated_k(config)
-        rows = [row for row in self.metrics("valid") if row.get("top_k") == k and finite(row.get("value")) is not None]
+        k, every = validated_k(config), max(1, config.validate_every or last)
+        rows = [row for row in self.metrics("valid") if row.get("top_k") == k]
+        had = {row.get("step") for row in rows}
+        if lost := next((step for step in range(every, last, every) if step not in had), None):
+            told = f"has no validation of step {lost} at k = {k}: nothing says which step's weights are the best"
+            raise CheckpointError(f"{self.path / METRICS} {told}")
+        rows = [row for row in rows if finite(row.get("value")) is not None]
         rows = [row for row in rows if (step := finite(row.get("step"))) is not None and step <= last]
         return max(rows, key=lambda row: (row["value"], -row["step"]))["step"] if rows else last
 

@@ -175,11 +175,11 @@ def _restored(
     def foreign(checkpoint: Checkpoint) -> str | None:
         if checkpoint.state.get("data") != state.task.fingerprint:
             return "it was trained on other data (the files have changed)"
-        if (chosen := directory.chosen_step(state.config, checkpoint.step)) != checkpoint.step:
-            try:
+        try:
+            if (chosen := directory.chosen_step(state.config, checkpoint.step)) != checkpoint.step:
                 open_checkpoint(directory.checkpoints / f"step-{chosen}")
-            except CheckpointError as error:
-                return f"the weights that its validations chose are lost: {error}"
+        except CheckpointError as error:
+            return f"the weights that its validations chose are lost: {error}"
         return misfit(state.model, stored_tensors(checkpoint, "model"))
 
     def find() -> Checkpoint | None:
