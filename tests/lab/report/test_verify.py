@@ -96,6 +96,16 @@ def test_figures_and_settings_that_contradict_the_rest(tmp_path: Path, capsys: p
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("kept", "last"), [("", 0), ('{"kind": "train", "step": 3, "loss": 4.0}\n', 3)])
+def test_metrics_that_end_before_the_run_does(
+    kept: str, last: int, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whole lines, as a tool leaves them that cuts at a line's end."""
+    (run / "metrics.jsonl").write_text(kept)
+    code, told = verified(capsys, run)
+    assert (code, told[0]) == (1, f"{run / 'metrics.jsonl'}: it ends at step {last} of 6: lines are lost")
+
+
 def cut(run: Path) -> Path:
     file = run / "checkpoints/step-6/model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])

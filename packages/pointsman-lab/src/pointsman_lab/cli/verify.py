@@ -141,6 +141,7 @@ def checks(root: Path, kind: str) -> Iterator[Check]:
             yield place, partial(open_checkpoint, place)
         elif place.name == FINETUNE and place.parent != root and not theirs:
             yield place.parent, partial(_finished, place.parent)
+            yield place.parent, partial(_logged, place.parent)
         elif place.name == CHECKPOINTS and not os.path.lexists(place.parent / CONFIG):
             yield place.parent, partial(_refuse, f"{place.parent}: checkpoints without {CONFIG}")
     if theirs and not safe and not any(place.suffix == ".bin" and "model" in place.name for place in places):
@@ -154,6 +155,7 @@ def checks(root: Path, kind: str) -> Iterator[Check]:
     elif kind in ("a run", "an audit", "a comparison"):
         yield root, lambda: render(read(root))
         yield root, partial(_finished, root)
+        yield root, partial(_logged, root)
     if kind == "a comparison":
         yield root, partial(check_runs, root)
         yield root, partial(_as_recorded, root)
@@ -273,3 +275,11 @@ def _finished(root: Path) -> None:
     if missing := comparison.missing():
         names = ", ".join(f"{router} (seed {seed})" for router, seed in missing[:4])
         raise RunError(f"{root}: not finished: {names}{', …' if len(missing) > 4 else ''}")
+
+
+def _logged(root: Path) -> None:
+    """A finished run's metrics reach its last step; of fine-tunings in old records there are none."""
+    for run in read(root).runs.values():
+        last = run.last_step()
+        if run.done and last < (run.steps or 0) and (last or (run.path / CHECKPOINTS).is_dir()):
+            raise RunError(f"{run.path / METRICS}: it ends at step {last} of {run.steps}: lines are lost")
