@@ -72,3 +72,14 @@ def test_the_command_of_a_tuned_comparison_names_the_rows_as_asked(
     (tmp_path / COMPARISON).write_text(json.dumps({**values, "routers": ["smoe:lr_scale=4"]}))
     again = Plan(settings(), ("smoe:lr_scale=4",), (0, 1), "pointsman compare --routers smoe:lr_scale=4 --seeds 2")
     assert merged(again, tmp_path).command == f"{tuning} --seeds 2"
+
+
+def test_the_command_of_a_comparison_that_grew_imports_what_its_rows_need(
+    settings: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    told = "pointsman compare --import 'my files/mine.py' --import=other.py --routers smoe"
+    plan = Plan(settings(), ("smoe",), (0,), told)
+    write_plan(tmp_path, settings=plan.settings(), routers=plan.routers, seeds=plan.seeds, command=told, data="0")
+    more = Plan(settings(), ("xmoe",), (0,), "pointsman compare --routers xmoe --import other.py")
+    whole = "pointsman compare --routers smoe,xmoe --import other.py --import 'my files/mine.py'"
+    assert merged(more, tmp_path).command == whole

@@ -7,8 +7,7 @@ agree, the same initial weights. One seed is trained for all routers before the 
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,6 +37,7 @@ from pointsman_lab.runs.comparison import (
 )
 from pointsman_lab.runs.imports import check_imported, check_origin, import_named, named_before, origin_of
 from pointsman_lab.runs.paths import COMPARISON, EVALUATION, run_path
+from pointsman_lab.training.commands import whole_commands
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.config import settings as all_settings
 from pointsman_lab.training.directory import RunDirectory
@@ -118,43 +118,8 @@ def merged(plan: Plan, out: Path) -> Plan:
         )
     held = {**before.get("tuned", {}), **plan.tuned}
     commands = [*str(before.get("command", "")).splitlines(), plan.command]
-    command = _whole_commands(commands, {row: held.get(row, {}).get("row", "") for row in routers}, len(seeds))
+    command = whole_commands(commands, {row: held.get(row, {}).get("row", "") for row in routers}, len(seeds))
     return replace(plan, routers=routers, seeds=seeds, tuned=held, command=command)
-
-
-def _whole_commands(commands: Sequence[str], asked: Mapping[str, str], seeds: int) -> str:
-    """The last command that tunes, with the rows that it was asked for, and the last that does not, with the others.
-
-    Args:
-        asked: row -> what `--tune` was asked for; "" for a row that was not tuned.
-    """
-    tuned, others = [row for row in asked.values() if row], [row for row, of in asked.items() if not of]
-    last = {any(word.partition("=")[0] == "--tune" for word in _words(one)): one for one in commands}
-    if len(last) == 2 and tuned and others:
-        return "\n".join((_whole_command(last[True], tuned, seeds), _whole_command(last[False], others, seeds))).strip()
-    if True not in last or not tuned:
-        return _whole_command(commands[-1], list(asked), seeds)
-    return _whole_command(last[True], [of or row for row, of in asked.items()], seeds)
-
-
-def _whole_command(command: str, routers: Sequence[str], seeds: int) -> str:
-    """The command with all rows and seeds of the directory, so that it makes the whole table anew."""
-    words = _words(command)
-    for flag, value in (("--routers", ",".join(routers)), ("--seeds", str(seeds))):
-        if flag in words[:-1]:
-            words[words.index(flag) + 1] = value
-        elif any(word.startswith(f"{flag}=") for word in words):
-            words = [f"{flag}={value}" if word.startswith(f"{flag}=") else word for word in words]
-        elif words and value != "1":
-            words += [flag, value]
-    return shlex.join(words)
-
-
-def _words(command: str) -> list[str]:
-    try:
-        return shlex.split(command)
-    except ValueError:  # a quotation mark without its second, in a plan that somebody edited
-        return command.split()
 
 
 def compare(
