@@ -11,7 +11,7 @@ import pytest
 from pointsman._errors import RunError, Stopped
 from pointsman_lab.progress import Quiet
 from pointsman_lab.runs.comparison import required_plan, write_plan
-from pointsman_lab.runs.paths import COMPARISON
+from pointsman_lab.runs.paths import COMPARISON, CONFIG, run_path
 from pointsman_lab.training.compare import Plan, compare, merged
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.task import Task, pretraining_task
@@ -83,3 +83,18 @@ def test_the_command_of_a_comparison_that_grew_imports_what_its_rows_need(
     more = Plan(settings(), ("xmoe",), (0,), "pointsman compare --routers xmoe --import other.py")
     whole = "pointsman compare --routers smoe,xmoe --import other.py --import 'my files/mine.py'"
     assert merged(more, tmp_path).command == whole
+
+
+def test_seeds_of_one_row_are_evaluated_at_the_same_k(settings: Callable[..., RunConfig], tmp_path: Path) -> None:
+    """A cell is the mean over all seeds of its row."""
+    plan = Plan(settings(eval_top_k=(1, 2)), ("smoe", "xmoe", "dense"), (0, 1))
+    write_plan(tmp_path, settings=plan.settings(), routers=plan.routers, seeds=plan.seeds, command="", data="0")
+    for router, seed in (("smoe", 0), ("smoe", 1), ("xmoe", 0), ("dense", 1)):
+        run = run_path(tmp_path, router, seed)
+        run.mkdir(parents=True)
+        (run / CONFIG).write_text(json.dumps(plan.config(router, seed).to_dict()))
+    other = settings(eval_top_k=(1,))
+    with pytest.raises(RunError, match=r"eval_top_k is \[1, 2\] there, \[1\] here; .* \(smoe, seed 1\)"):
+        merged(Plan(other, ("smoe", "xmoe"), (0,)), tmp_path)
+    assert merged(Plan(other, ("smoe",), (0, 1)), tmp_path).base == other
+    assert merged(Plan(other, ("xmoe", "switch", "dense"), (0,)), tmp_path).base == other, "rows may differ"

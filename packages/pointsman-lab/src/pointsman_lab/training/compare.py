@@ -19,7 +19,7 @@ import torch
 from pointsman._errors import RunError, Stopped
 from pointsman.parallel.layout import Layout
 from pointsman.ranks import ALONE, Ranks
-from pointsman.routers.frame.registry import split_specs
+from pointsman.routers.frame.registry import has_one_k, split_specs
 from pointsman_lab._files import alone
 from pointsman_lab._values import typed_value
 from pointsman_lab.models.config import build_model
@@ -52,6 +52,8 @@ ANY_VOCABULARY = 10**9  # settings are read before the data: larger than any
 OF_A_RUN = ("router", "seed", "top_k")
 PROTOCOL = ("eval_batch_size", "eval_segment_length", "eval_memory_length", "eval_tokens", "eval_split", "beam")
 """Settings that may change between two calls, but not between the rows of a table."""
+OF_A_ROW = "eval_top_k"
+"""What may differ between rows, but not between the seeds of one: a cell has all of them."""
 
 
 @dataclass(frozen=True)
@@ -108,13 +110,18 @@ def merged(plan: Plan, out: Path) -> Plan:
     routers = tuple(dict.fromkeys([*before["routers"], *plan.routers]))
     seeds = tuple(sorted({*before["seeds"], *plan.seeds}))
     differing = [key for key in PROTOCOL if ours.get(key) != theirs.get(key)]
-    others = [f"{router}, seed {seed}" for router in before["routers"] for seed in before["seeds"]
+    others = [(router, seed) for router in before["routers"] for seed in before["seeds"]
               if router not in plan.routers or seed not in plan.seeds]  # fmt: skip
+    if not differing and ours.get(OF_A_ROW) != theirs.get(OF_A_ROW):
+        done = read_comparison(out).runs
+        rows = [router for router in plan.routers if not has_one_k(router)]
+        differing, others = [OF_A_ROW], [one for one in others if one[0] in rows and one in done]
     if differing and others:
         told = "; ".join(f"{key} is {theirs.get(key)!r} there, {ours.get(key)!r} here" for key in differing)
+        named = "; ".join(f"{router}, seed {seed}" for router, seed in others)
         raise RunError(
             f"{out} is evaluated in another way: {told}; choose another --out, or name its other rows and seeds as "
-            f"well ({'; '.join(others)}): they are then evaluated anew"
+            f"well ({named}): they are then evaluated anew"
         )
     held = {**before.get("tuned", {}), **plan.tuned}
     commands = [*str(before.get("command", "")).splitlines(), plan.command]
