@@ -106,6 +106,8 @@ def test_unfinished_and_missing_seeds_are_counted(tmp_path: Path) -> None:
     table = ComparisonTable.read(path)
     assert [(row.done, row.missing) for row in table.rows] == [([0, 2], [1]), ([0, 1, 2], []), ([0, 1], [2])]
     assert "Missing: smoe: seeds 1; hyperrouter: seeds 2" in table.text()
+    table = replace(table, names={"smoe": "Plain", "hyperrouter": "smoe"})
+    assert "Missing: Plain: seeds 1; smoe: seeds 2" in table.text()
 
 
 def test_nothing_done_prints_dashes(tmp_path: Path) -> None:

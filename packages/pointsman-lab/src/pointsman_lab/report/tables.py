@@ -263,8 +263,8 @@ class ComparisonTable(Forms):
 
     def text(self) -> str:
         """Plain aligned text; below it the seeds that are missing."""
-        missing = [f"{row.router}: seeds {', '.join(map(str, row.missing))}" for row in self.rows if row.missing]
-        return joined(super().text().rstrip("\n"), f"Missing: {'; '.join(missing)}" if missing else "")
+        told = [f"{self.label(of.router)}: seeds {', '.join(map(str, of.missing))}" for of in self.rows if of.missing]
+        return joined(super().text().rstrip("\n"), f"Missing: {'; '.join(told)}" if told else "")
 
     def csv(self) -> str:
         """Comma-separated, full precision, one line a router."""
