@@ -41,6 +41,7 @@ def test_latex() -> None:
     assert r"  \begin{tabular}{lrr}" in lines
     assert r"    router & k=1 & seeds \\" in lines
     assert r"    \texttt{a\textbar{}b\_1} & \textbf{1.5 $\pm$ 0.1} & 2 \\" in lines
+    assert r"  \label{tab:mine-50-of-it}" in GRID.latex(within="mine").splitlines()
     assert escape_latex(r"50%_#$~^\{}") == r"50\%\_\#\$\textasciitilde{}\textasciicircum{}\textbackslash{}\{\}"
 
 

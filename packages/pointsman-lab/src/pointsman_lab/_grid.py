@@ -92,14 +92,14 @@ class Grid:
 
         return markdown_table([*map(_one_line, self.header)], self._marked("`{}`", "**{}**", escape), self.labels)
 
-    def latex(self, label: str = "") -> str:
+    def latex(self, label: str = "", within: str = "") -> str:
         """A LaTeX table for the booktabs package. Its caption is the first sentence, the others are a comment.
 
         Args:
-            label: what follows "tab:" in its label; by default the caption's first words.
+            label: what follows "tab:" in its label; by default the caption's first words, after `within`.
         """
         first, *others = _SENTENCE.split(" ".join(self.caption.split()))
-        label = label or "-".join(re.findall(r"[a-z0-9]+", first.lower())[:4])
+        label = label or "-".join([*filter(None, [within]), *re.findall(r"[a-z0-9]+", first.lower())[:4]])
         lines = [
             r"\toprule",
             " & ".join(map(escape_latex, self.header)) + r" \\",

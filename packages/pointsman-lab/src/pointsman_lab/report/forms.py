@@ -49,7 +49,7 @@ class Forms(ABC):
     def latex(self) -> str:
         """LaTeX for the booktabs package; the best of each column in bold."""
         first, *others = self.shown_grids()
-        return "\n".join([first.latex(self.file), *(grid.latex() for grid in others if grid.rows)])
+        return "\n".join([first.latex(self.file), *(grid.latex(within=self.file) for grid in others if grid.rows)])
 
     def write(self, directory: Path) -> list[Path]:
         """Writes FILE.txt, .csv, .md and .tex, each whole or not at all; returns their paths."""
