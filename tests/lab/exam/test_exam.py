@@ -377,6 +377,14 @@ def test_an_exam_writes_tables_and_a_page(short: Task, tmp_path: Path) -> None:
         examine(plan, tmp_path.parent, jobs=1, progress=Quiet(), ended=never)
 
 
+def test_the_files_of_an_exam_keep_the_rows_of_before(tmp_path: Path) -> None:
+    """Of rows that the record knows, which need no training."""
+    for row in ("xmoe", "smoe"):
+        assert main(["exam", row, "--tasks", "clusters", "--seeds", "1", "--out", str(tmp_path)]) == 0
+    rows = [line.split()[0] for line in (tmp_path / "exam.txt").read_text().splitlines()[4:]]
+    assert rows == [*ALWAYS, "xmoe", "smoe"]
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

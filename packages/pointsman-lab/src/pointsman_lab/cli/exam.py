@@ -59,7 +59,7 @@ def run(arguments: Sequence[str]) -> int:
         whole_plan = examine(
             plan, out, jobs=values.jobs or available_cores(), progress=display, ended=lambda: None, stop=stop
         )
-    card = Card(whole_plan.tasks, collect(whole_plan, out), tuple(plan.rows))
+    card = Card(whole_plan.tasks, collect(whole_plan, out), whole_plan.rows)
     page = write_card(card, out)
     card.print()
     print(f"\npage: {page}", file=sys.stderr)
