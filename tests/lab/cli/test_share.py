@@ -169,6 +169,7 @@ def test_an_exam_arrives_with_the_cells_that_the_record_knows(
     said = capsys.readouterr().out
     assert "raise SystemExit" in said
     assert task in said
+    assert "docs/data.md" not in said
     assert collect(plan_in(Path("exam")), Path("exam")) == before
     assert Path("exam/report.html").is_file()
     told = json.loads(zlib.decompress(Path("exam.pointsman").read_bytes()))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pointsman._errors import RunError
 from pointsman_lab._values import printable
@@ -103,15 +104,11 @@ def run_open(words: Sequence[str]) -> int:
         print(f"--- {source}, as the sender had it; nothing of it was run")
         for number, line in enumerate(read_text(source).splitlines(), 1):  # numbered: no line of it passes for ours
             print(f"{number:4} | {printable(line)}")
-        print(f"--- end of {source}; read it, then name it with --import {source} to evaluate with it\n")
+        print(f"--- end of {source}; read it, then name it with --import {source} to train with it\n")
     for module in found.modules:
         print(printable(f"routers came from {module!r}, which is not in the file: get it from the sender"))
-    data = found.data
-    size = f", {data['bytes']:,} bytes, sha256 {data['sha256']}" if "sha256" in data else ""
-    mark = f", fingerprint {data['fingerprint']}" if data.get("fingerprint") else ""
-    print(printable(f"data: {data.get('about') or data['name']}{size}{mark}"))
-    known = f"docs/data.md says where {data['name']} comes from" if "sha256" not in data else "name yours with --data"
-    print(printable(f"they are not in the file: {known}"))
+    if not (out / EXAM).is_file():  # whose tasks come with pointsman
+        told_of_data(found.data)
     if (out / "comparison.json").is_file():
         print(write_tables(out))
     if (out / EXAM).is_file():
@@ -126,3 +123,12 @@ def run_open(words: Sequence[str]) -> int:
         print(write_page(out), file=sys.stderr)
     print(out)
     return 0
+
+
+def told_of_data(data: Mapping[str, Any]) -> None:
+    """Prints what is known of the sender's data, which the file lacks."""
+    size = f", {data['bytes']:,} bytes, sha256 {data['sha256']}" if "sha256" in data else ""
+    mark = f", fingerprint {data['fingerprint']}" if data.get("fingerprint") else ""
+    print(printable(f"data: {data.get('about') or data['name']}{size}{mark}"))
+    known = f"docs/data.md says where {data['name']} comes from" if "sha256" not in data else "name yours with --data"
+    print(printable(f"they are not in the file: {known}"))
