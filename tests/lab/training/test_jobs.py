@@ -8,6 +8,7 @@ import pickle
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,8 @@ class Notes(Quiet):
 def sums(folder: Path) -> Work:
     def work(job: Any, progress: Progress, stop: Stop | None) -> None:
         progress.phase("adds", 10)
+        if job == "warns":
+            warnings.warn("in one\nline", stacklevel=1)
         if job == "wrong":
             raise RunError("the third job is wrong")
         if job == "dies":
@@ -78,6 +81,11 @@ def test_every_job_is_done_once_with_one_thread(tmp_path: Path) -> None:
     assert sorted(ended) == [0, 1, 2, 3, 4]
     assert {(tmp_path / str(job)).read_text() for job in range(5)} == {"1"}
     assert len([told for told in notes.told if told.endswith(": adds 0/10")]) == 5
+
+
+@pytest.mark.slow
+def test_a_warning_of_a_job_is_one_line_without_a_place_in_the_code(tmp_path: Path) -> None:
+    assert "in one line" in run(["warns", "too"], tmp_path)[1].told
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import multiprocessing
 import signal
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
@@ -237,9 +238,8 @@ def serve(setup: Callable[[], Work], pipe: Connection[Any, Any]) -> None:
     _signals("SIG_UNBLOCK")
     torch.set_num_threads(1)
     line, stop = _Line(pipe), _PipedStop(pipe)
-    logging.captureWarnings(True)
-    for name in ("pointsman", "py.warnings"):
-        logging.getLogger(name).addHandler(_ToParent(line))
+    warnings.showwarning = lambda message, *_: line.note(" ".join(str(message).split()))
+    logging.getLogger("pointsman").addHandler(_ToParent(line))
     try:
         work = setup()
         while item := stop.next():
@@ -310,7 +310,7 @@ class _Line:
 
 
 class _ToParent(logging.Handler):
-    """Log lines and warnings as notes, so that they do not break the display."""
+    """Log lines as notes, so that they do not break the display."""
 
     def __init__(self, line: _Line) -> None:
         super().__init__(logging.WARNING)
