@@ -19,6 +19,7 @@ import pointsman
 import pointsman.traces
 from pointsman import hf
 from pointsman.diagnostics import Diagnostics, RoutingMonitor, scalars
+from pointsman.hf.gates import find_gates
 from pointsman.hf.given import Given, Running, say_once
 from pointsman.traces.trace import hash_of
 from tests.library.hf import zoo
@@ -180,6 +181,45 @@ def test_each_thread_has_its_own_padding() -> None:
         layer.self_attn.register_forward_hook(wait)
     with pointsman.record_routing(model, keep), ThreadPoolExecutor(2) as pool:
         assert list(pool.map(forward, [12, 6])) == [12, 6]
+
+
+def test_a_trace_of_several_threads_holds_whole_forwards(tmp_path: Path) -> None:
+    model, meet, known = spread(zoo.tiny_model("mixtral")), Barrier(2, timeout=60), {}
+    texts = [IDS[:1], IDS[1:, :9], IDS[:1] + 1, IDS[1:] + 1]
+
+    def forward(given: list[Tensor]) -> None:
+        with torch.no_grad():
+            for ids in given:
+                model(ids, use_cache=False)
+
+    def wait(*_: Any) -> None:
+        meet.wait()
+
+    for ids in texts:
+        with pointsman.record_routing(model) as records:
+            forward([ids])
+        known[hash_of(ids[0])] = {layer: routing.experts for layer, routing in records.items()}
+    for layer in model.model.layers:  # both threads are in the same layer
+        layer.register_forward_pre_hook(wait)
+        layer.self_attn.register_forward_hook(wait)
+    with pointsman.record_routing(model).save(tmp_path / "t"), ThreadPoolExecutor(2) as pool:
+        list(pool.map(forward, [texts[:2], texts[2:]]))
+    trace = pointsman.traces.RoutingTrace.load(tmp_path / "t")
+    hashes = trace.hashes.tolist()
+    assert sorted(hashes) == sorted(known)
+    for layer, experts in trace.experts.items():
+        assert torch.equal(experts.long(), torch.cat([known[one][layer] for one in hashes]))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_gates_are_known_under_autocast_as_well(kind: str) -> None:
+    model = spread(zoo.tiny_model(kind))
+    plain = {gate.name: gate.form for gate in find_gates(model)}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert {gate.name: gate.form for gate in find_gates(model)} == plain
+        with pointsman.set_top_k(model, 1), pointsman.record_routing(model) as records:
+            run(model)
+    assert {routing.experts.shape[-1] for routing in records.values()} == {1}
 
 
 def test_a_decoder_has_no_padding_of_the_encoder() -> None:

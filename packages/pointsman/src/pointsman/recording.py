@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from threading import Lock, get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -168,26 +170,40 @@ class record_routing:  # noqa: N801 - used like a function
         """`with record_routing(model).save(path):` writes all forwards inside as one routing trace.
 
         Sequences are the rows of the token ids that the model is given, without padding; each forward adds its rows,
-        so that with a key-value cache each step is one of its own.
+        so that with a key-value cache each step is one of its own. Forwards of several threads come after one another.
         """
-        given: list[Tensor | None] = [None]
+        given: dict[int, Tensor | None] = {}  # by thread
+        forwards = defaultdict[int, dict[str, Any]](dict)  # by thread: the layers of one that runs
+        lock = Lock()
 
         def look(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             values = (*args, *(kwargs.get(name) for name in ("input_ids", "tokens")))
             tensors = (one for one in values if isinstance(one, Tensor) and one.dtype != torch.bool)
             whole = [one for one in tensors if one.dim() == 2 and not one.is_floating_point()]
-            given[0] = whole[0].detach() if whole else None
+            given[get_ident()] = whole[0].detach() if whole else None
 
         with TraceWriter(Path(path), weights=weights, logits=logits) as writer:
             writer.model = self.records.model
 
+            def write(forward: dict[str, Any]) -> None:
+                for name, seen in forward.items():
+                    writer.forward(name, *seen)
+                forward.clear()
+
             def take(name: str, routing: Routing, context: RoutingContext | None, hidden: Tensor) -> None:
-                ids = given[0] if given[0] is not None and given[0].numel() == len(routing.experts) else None
-                writer.forward(name, routing, context, ids)
+                ids, forward = given.get(get_ident()), forwards[get_ident()]
+                ids = ids if ids is not None and ids.numel() == len(routing.experts) else None
+                kept = context and RoutingContext(padding_mask=context.padding_mask, token_ids=context.token_ids)
+                with lock:
+                    if name in forward:  # the next forward has begun
+                        write(forward)
+                    forward[name] = routing, kept, ids
 
             with (
                 self._model.register_forward_pre_hook(look, with_kwargs=True),
-                self._model.register_forward_hook(lambda *_: given.__setitem__(0, None), always_call=True),
+                self._model.register_forward_hook(lambda *_: given.update({get_ident(): None}), always_call=True),
                 observe_routing(self._model, take, "record_routing"),
             ):
                 yield writer
+            for forward in forwards.values():
+                write(forward)

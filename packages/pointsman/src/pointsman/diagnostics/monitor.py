@@ -1,13 +1,4 @@
-"""Monitors routing during training at low cost: rows for metrics.jsonl, scalars, and warnings.
-
-monitor = RoutingMonitor(model, every=100)
-for step in range(1, steps + 1):
-    with monitor.observe(step):
-        loss = model(tokens)          # the forward of every micro-batch, without the backward
-    …
-    for row in monitor.rows():        # empty except at every 100th step
-        metrics.write(json.dumps(row))
-"""
+"""Monitors routing during training at low cost: rows for metrics.jsonl, scalars, and warnings."""
 
 from __future__ import annotations
 
@@ -79,10 +70,8 @@ class _Window:
     def merge(self, other: _Window) -> None:
         for name, total in other.sums.items():
             self.sums[name] += total
-        self.entropy.merge(other.entropy)
-        self.margin.merge(other.margin)
-        self.dropped.merge(other.dropped)
-        self.scale.merge(other.scale)
+        for name in ("entropy", "margin", "dropped", "scale"):
+            getattr(self, name).merge(getattr(other, name))
 
     def experts_per_token(self) -> float:
         return float(self.assigned.sum()) / max(self.tokens, 1.0)
@@ -179,19 +168,12 @@ class RoutingMonitor:
             if window.entropy.tensors:
                 summary = load_summary(window.assigned)
                 row = {
-                    "kind": "routing",
-                    "step": self._step,
-                    "layer": name,
-                    "entropy": window.entropy.mean,
-                    "load": summary["share"],
-                    "margin": window.margin.margin.mean,
-                    "dead": len(summary["dead"]),
+                    "kind": "routing", "step": self._step, "layer": name, "entropy": window.entropy.mean,
+                    "load": summary["share"], "margin": window.margin.margin.mean, "dead": len(summary["dead"]),
                     "experts_per_token": window.experts_per_token() if window.tokens else None,
-                    "dropped": window.dropped.mean,
-                    "logit_scale": window.scale.mean,
-                    "tokens": int(window.tokens),
+                    "dropped": window.dropped.mean, "logit_scale": window.scale.mean, "tokens": int(window.tokens),
                     "batches": self._batches,
-                }
+                }  # fmt: skip
                 if "raw" in window.sums:
                     row["raw_load"] = load_summary(window.sums["raw"])["share"]
                 rows.append(row)

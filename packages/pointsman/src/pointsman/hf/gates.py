@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from pointsman.diagnostics.observe import evaluating
 from pointsman.hf.layouts import LAYOUTS, Form, Kind, Layout, NotAGateError, kind_of, positions, read_output
+from pointsman.ops.linear import without_autocast
 
 PROBE_TOKENS = 6
 BY_TOKEN_ID = "chooses experts by token id, from a table"
@@ -127,7 +128,9 @@ def survey(model: nn.Module) -> tuple[list[Gate], list[str]]:
                 experts = router.num_experts + len(router.virtual)
                 gates.append(Gate(name, layer, module, block, experts, router.dim, known))
             else:
-                gates.append(probe(name, layer, module, block))
+                device = next((one.device.type for one in module.parameters()), "meta")
+                with without_autocast(device):
+                    gates.append(probe(name, layer, module, block))
         except NotAGateError as error:
             reasons.append(f"{name}: {error}")
     return gates, reasons

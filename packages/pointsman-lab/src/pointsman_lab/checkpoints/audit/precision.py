@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pointsman.diagnostics import Fluctuation
 from pointsman.hf.layouts import NotAGateError
 from pointsman.hf.listen import GateListener
+from pointsman.ops.linear import without_autocast
 
 
 class Precisions:
@@ -59,10 +60,11 @@ class Precisions:
         rest = {key: value for key, value in kwargs.items() if key != "hidden_states"}
         tokens = hidden.numel() // hidden.shape[-1]
         try:
-            exact, rounded = (
-                self.listener.routing(name, one, one(hidden.to(dtype), *args[1:], **rest), tokens)
-                for one, dtype in zip(pair, (torch.float32, torch.bfloat16), strict=True)
-            )
+            with without_autocast(hidden.device.type):
+                exact, rounded = (
+                    self.listener.routing(name, one, one(hidden.to(dtype), *args[1:], **rest), tokens)
+                    for one, dtype in zip(pair, (torch.float32, torch.bfloat16), strict=True)
+                )
         except (RuntimeError, NotAGateError):  # the class does not run in another precision
             self._copies[name] = None
             return
