@@ -50,9 +50,16 @@ def test_infinite_logits_make_no_invalid_json(files: RoutingTrace, capsys: pytes
     assert json.loads(Path("d/trace.json").read_text(), parse_constant=pytest.fail)["margins"] == []
 
 
+def test_traces_of_another_k_are_refused(files: RoutingTrace, capsys: pytest.CaptureFixture[str]) -> None:
+    replace(files, experts={name: one[:, :1] for name, one in files.experts.items()}).save("one.safetensors")
+    assert main(["trace", "diff", "a.safetensors", "one.safetensors"]) == 2
+    assert "layer 'layers.0.moe': a token has 2 choices in one trace, 1 in the other" in capsys.readouterr().err
+
+
 def test_place_shows_a_table(files: RoutingTrace, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "place", "a.safetensors", "--devices", "4", "--spare", "2", "--cache", "2"]) == 0
     said = capsys.readouterr().out
+    assert "batches of 32 tokens" in said  # half of the trace: no batch has more
     for word in ("contiguous", "balanced", "EPLB, 2 copies", "optimum", "layers.1.moe"):
         assert word in said
 

@@ -76,7 +76,8 @@ def run(words: Sequence[str]) -> int:
             print(f"\n{_flips(result['margins'])}")
     else:
         placed = place(first, values.devices, spare=values.spare, batch=values.batch_size)
-        print(f"largest load of a device over the mean, {values.devices} devices, batches of {values.batch_size}")
+        batch = min(values.batch_size, first.tokens - first.tokens // 2)  # as `place` takes them
+        print(f"largest load of a device over the mean, {values.devices} devices, batches of {batch:,} tokens")
         print(_by_layer(placed, "{:.3f}"))
         cached = cache(first, values.cache) if values.cache else {}
         if cached:

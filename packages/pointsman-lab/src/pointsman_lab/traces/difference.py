@@ -54,7 +54,8 @@ def compare(a: RoutingTrace, b: RoutingTrace) -> Difference:
     """What is between two traces of the same text by models that should route alike.
 
     Raises:
-        ValueError: they have other numbers of experts, or no rearrangement that is known gives them the same tokens.
+        ValueError: they have other numbers of experts, another k, or no rearrangement that is known gives them the same
+            tokens.
     """
     kinds: list[str] = []
     b = _same_layers(a, b)
@@ -111,6 +112,9 @@ def _same_layers(a: RoutingTrace, b: RoutingTrace) -> RoutingTrace:
             raise ValueError(
                 f"layer {layer!r} has {a.num_experts[layer]} experts in one trace, {b.num_experts[layer]} in the other"
             )
+        if a.top_k(layer) != b.top_k(layer):
+            raise ValueError(f"layer {layer!r}: a token has {a.top_k(layer)} choices in one trace, {b.top_k(layer)} in "
+                             "the other: record both at the same k")  # fmt: skip
     return b
 
 

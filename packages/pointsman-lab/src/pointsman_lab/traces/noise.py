@@ -36,8 +36,6 @@ class LayerDifference:
 def differing(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """[N] bool where two choices [N, k] of a layer are other sets, and where both are known."""
     known = ~((a == MISSING).any(-1) | (b == MISSING).any(-1))
-    if a.shape[1] != b.shape[1]:
-        return known, known
     return (a.sort(-1).values != b.sort(-1).values).any(-1) & known, known
 
 
