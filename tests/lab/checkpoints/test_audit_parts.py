@@ -13,12 +13,14 @@ import torch
 
 import pointsman
 from pointsman.hf.gates import find_gates
+from pointsman.traces import RoutingTrace
 from pointsman_lab.checkpoints import audit
+from pointsman_lab.checkpoints.audit import measure, run
 from pointsman_lab.checkpoints.audit.blocks import Block, Blocks
 from pointsman_lab.checkpoints.audit.serving import distinct
 from pointsman_lab.checkpoints.audit.trials import halves, mean_of, measured, schedules, super_experts
 from pointsman_lab.checkpoints.text import text_batches
-from pointsman_lab.intervals import ratio, smallest_within, student_quantile
+from pointsman_lab.intervals import half_width, ratio, smallest_within, student_quantile
 from tests.library.hf import zoo
 from tests.library.hf.test_replace import spread
 from tests.library.hf.zoo import WORDS, texts, tokenizer
@@ -155,6 +157,34 @@ def test_by_domain_and_the_kept_routing() -> None:
     assert found.analyses["divergence"][0]["mean"] > found.analyses["divergence"][0]["half"]
     assert math.isclose(found.analyses["serving"]["parameters"], sum(p.numel() for p in model.parameters()))
     assert found.analyses["super_experts"] == found.analyses["schedules"] == []
+
+
+def test_intervals_of_one_domain_are_corrected_for_the_number_of_k() -> None:
+    model = spread(zoo.tiny_model("olmoe"))
+    found = audit(model, tokenizer(), two_domains(), top_k=[1, 2, 4, 8], length=24, probe_tokens=0)
+    for row in (row for row in found.quality if row["top_k"] != 2):
+        for one in (row["difference"], row["domains"]["a"]["difference"]):
+            assert one["half"] == pytest.approx(half_width(one["error"], one["blocks"], 3))
+
+
+def test_the_routing_that_is_kept_has_as_much_of_every_domain_in_both_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "KEPT", 192)
+    traces = list[RoutingTrace]()
+    monkeypatch.setattr(measure, "analysed", lambda *given: traces.append(given[2]) or {})
+    model = spread(zoo.tiny_model("olmoe"))
+    audit(model, tokenizer(), two_domains(), top_k=[2], length=24, batch_size=2, probe_tokens=0)
+    alone = {name: [record(model, text) for text in of[:4]] for name, of in two_domains().items()}
+    (trace,) = traces
+    assert trace.lengths.tolist() == [24] * 8
+    for layer, experts in trace.experts.items():
+        in_turn = [one[layer] for pair in zip(alone["a"], alone["b"], strict=True) for one in pair]
+        assert torch.equal(experts.long(), torch.cat(in_turn))
+
+
+def record(model: torch.nn.Module, text: str) -> dict[str, torch.Tensor]:
+    with torch.no_grad(), pointsman.record_routing(model) as found:
+        model(input_ids=tokenizer()(text, return_tensors="pt")["input_ids"])
+    return {layer: routing.experts for layer, routing in found.items()}
 
 
 def test_a_planted_super_expert_is_found(five: str) -> None:

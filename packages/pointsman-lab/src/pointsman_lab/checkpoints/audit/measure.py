@@ -90,7 +90,7 @@ def audit(
     listener = GateListener(model, "audit")
     own, ks, notes = values_of_k(model, top_k)
     other = None if against is None else _matching(listener, against)
-    run = AuditRun(model, listener, small_diagnostics(model, listener, notes), ks, own, other)
+    run = AuditRun(model, listener, small_diagnostics(model, listener, notes), ks, own, other, len(parts))
     share = None if max_tokens is None else max(1, max_tokens // max(1, len(parts)))
     sample = Sample(tokenizer)
     probes: list[TextBatch] = []

@@ -25,7 +25,7 @@ from pointsman_lab.checkpoints.text import KINDS, TEXT, TextBatch, refuse_unknow
 from pointsman_lab.evaluation.passes import map_routing
 
 KEPT = 8192
-"""Text tokens whose experts are kept, for figures across layers and simulations of serving."""
+"""Text tokens whose experts are kept, as many of each domain, for figures across layers and simulations of serving."""
 
 
 def finite(found: Any) -> Any:
@@ -68,15 +68,17 @@ class AuditRun:
         ks: Sequence[int | None],
         own: int | None,
         other: GateListener | None,
+        domains: int = 1,
     ) -> None:
         self.model, self.listener, self.other = model, listener, other
+        self.share = KEPT // domains
         self.diagnostics, self.ks, self.own = diagnostics, ks, own
         self.other_kinds = {kind: Diagnostics("entropy", "load") for kind in KINDS if kind != "text"}
         self.precisions = Precisions(listener)
         self.blocks = Blocks()
         self.by_domain: dict[str, Diagnostics] = {}
         self.chosen: dict[str, list[Tensor]] = {}
-        self.lengths: list[int] = []
+        self.rows: dict[str, list[int]] = {}  # domain -> the text tokens of its rows that are kept
         self.routing = {k: Diagnostics("entropy", "load") for k in ks}
         self.agreement: dict[int | None, dict[str, Fluctuation]] = {k: {} for k in ks}
         self.fluctuation: dict[str, Fluctuation] = {}
@@ -131,7 +133,7 @@ class AuditRun:
             for layer in own.keys() & keep.routings.keys() if k != self.own else ():
                 mask = of_kind["text"].to(own[layer].experts.device)
                 self.agreement[k].setdefault(layer, Fluctuation()).update(own[layer], keep.routings[layer], mask)
-        self._keep(own, batch)
+        self._keep(own, batch, domain)
         if self.other is not None:
             self._compare(own, batch, of_kind["text"])
 
@@ -151,22 +153,31 @@ class AuditRun:
             if bool(of_kind[kind].any()):
                 diagnostics.update(layer, routing, of_kind[kind].to(device))
 
-    def _keep(self, own: dict[str, Routing], batch: TextBatch) -> None:
-        """The experts of the first `KEPT` text tokens."""
-        if sum(self.lengths) < KEPT:
+    def _keep(self, own: dict[str, Routing], batch: TextBatch, domain: str) -> None:
+        """The experts of the first text tokens of a domain."""
+        rows = self.rows.setdefault(domain, [])
+        if sum(rows) < self.share:
             text = batch.kinds == TEXT
-            self.lengths += text.sum(1).tolist()
+            rows += text.sum(1).tolist()
             for layer, routing in own.items():
                 kept = routing.chosen[text.reshape(-1).to(routing.experts.device)]
                 self.chosen.setdefault(layer, []).append(kept.to("cpu", torch.int16))
                 self.width_of_scores[layer] = routing.probs.shape[-1]
 
     def trace(self) -> RoutingTrace:
-        """The routing of the first text tokens at the model's own k, without layers that saw other tokens."""
+        """The kept routing at the model's own k, without layers that saw other tokens.
+
+        The rows of the domains take turns, so that both halves of it have the same shares of each.
+        """
+        lengths = torch.tensor([length for rows in self.rows.values() for length in rows])
         chosen = {layer: torch.cat(parts) for layer, parts in self.chosen.items()}
-        whole = {layer: rows for layer, rows in chosen.items() if len(rows) == sum(self.lengths)}
+        whole = {layer: rows for layer, rows in chosen.items() if len(rows) == int(lengths.sum())}
         numbers = {layer: self.width_of_scores[layer] for layer in whole}
-        return RoutingTrace(whole, numbers, torch.tensor(self.lengths), model=type(self.model).__name__)
+        trace = RoutingTrace(whole, numbers, lengths, model=type(self.model).__name__)
+        places = torch.cat([(torch.arange(len(rows)) + 0.5) / len(rows) for rows in self.rows.values()])
+        order = places.argsort(stable=True)
+        parts = torch.arange(trace.tokens).split(lengths.tolist())
+        return trace.rows(torch.cat([parts[row] for row in order.tolist()]), lengths[order])
 
     def _compare(self, own: dict[str, Routing], batch: TextBatch, text: Tensor) -> None:
         assert self.other is not None
@@ -232,7 +243,10 @@ class AuditRun:
             perplexity = None if loss is None or loss > LARGEST else math.exp(loss)
             others = max(1, len(measured) - 1)
             domains = {
-                domain: {**self.blocks.loss(k, domain), "difference": self.blocks.difference(k, self.own, 1, domain)}
+                domain: {
+                    **self.blocks.loss(k, domain),
+                    "difference": self.blocks.difference(k, self.own, others, domain),
+                }
                 for domain in self.blocks.domains
             }
             quality.append(
