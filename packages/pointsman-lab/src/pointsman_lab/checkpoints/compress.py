@@ -97,7 +97,8 @@ class Compression:
             f"Weights in bf16: {before:,.1f} to {after:,.1f} MiB. "
             + (f"{stays:.1%} of the original's choices keep their expert." if stays < 1 - 1e-9 else
                "Every chosen expert is kept or merged.")
-            + ("" if beats_random(self.random["difference"]) else " Random pruning to this size is no worse here."), "",
+            + ("" if beats_random(self.random["difference"]) else
+               " It is not shown to be better than random pruning to this size."), "",
         ]  # fmt: skip
         if self.even is not None:
             numbers = ", ".join(str(len(groups)) for groups in self.kept.values())

@@ -146,7 +146,8 @@ class AuditResult:
             how = "pruned" if one["method"] == "reap" else "merged"
             return [f"With {one['kept']} of {one['experts']} experts a layer ({how} by {one['method']}) the loss "
                     f"changes by {one['share']:+.2%} ± {one['share_half']:.2%} on held-out text"
-                    f"{'' if beats_random(one['random']) else ', no less than by random pruning'}."]  # fmt: skip
+                    f"{'' if beats_random(one['random']) else ', not shown to be better than random pruning'}."
+                    ]  # fmt: skip
         most = max((one["kept"] for one in tried), default=0)
         return [f"No pruning or merge to {most} of {tried[0]['experts']} experts a layer, or fewer, is shown to keep "
                 f"the loss within {TOLERANCE:.0%}."] if tried else []  # fmt: skip
