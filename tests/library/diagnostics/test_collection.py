@@ -89,6 +89,13 @@ def test_a_mask_must_be_bool(model):
         model(torch.randint(0, VOCABULARY, (1, 4)))
 
 
+def test_a_mask_of_other_tokens_than_any_layer_reads_is_refused(model):
+    tokens, diagnostics = torch.randint(0, VOCABULARY, (2, 4)), Diagnostics("load")
+    observing = diagnostics.observe(model, mask=torch.ones(2, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"mask \[2, 3\]: no layer read so many tokens"), observing:
+        model(tokens)
+
+
 def test_only_what_is_asked_for(model):
     diagnostics = Diagnostics("entropy", "specialisation")
     with diagnostics.observe(model):

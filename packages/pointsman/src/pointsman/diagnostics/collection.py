@@ -83,17 +83,19 @@ class Diagnostics:
 
         Args:
             token_ids: of the forward, any shape with one element per token.
-            mask: bool, any such shape, True for tokens that count. Padding never counts.
+            mask: bool, any such shape, True for tokens that count; of layers that read as many. Padding never counts.
         """
         if mask is not None and mask.dtype != torch.bool:
             raise ValueError(f"Diagnostics.observe: mask must be bool, True for a token that counts, got {mask.dtype}")
         records: dict[str, Routing] = {}
-        layers = named_layers(model)
+        layers, fits = named_layers(model), False
 
         def real(context: RoutingContext | None, tokens: int) -> Tensor | None:
+            nonlocal fits
             padding = None if context is None or context.padding_mask is None else context.padding_mask.reshape(-1)
             if mask is None or mask.numel() != tokens:
                 return padding
+            fits = True
             return mask.reshape(-1) if padding is None else mask.reshape(-1) & padding
 
         def on_routing(name: str, routing: Routing, context: RoutingContext | None, hidden: Tensor) -> None:
@@ -116,6 +118,8 @@ class Diagnostics:
             if "mixing" in self.kinds:
                 stack.enter_context(observe_mixing(model, on_mixing))
             yield records
+        if mask is not None and records and not fits:
+            raise ValueError(f"Diagnostics.observe: mask {list(mask.shape)}: no layer read so many tokens")
 
     def merge(self, other: Diagnostics) -> Self:
         """Adds the states of `other`; returns self."""

@@ -60,15 +60,11 @@ class Entropy(RoutingDiagnostic):
         return super().merge(other)
 
     def result(self) -> dict[str, Any]:
+        before, after, uniform = self.before, self.after, math.log(self.columns) if self.columns else None
         return {
-            "tokens": self.before.count,
-            "mean": self.before.mean,
-            "std": self.before.std,
-            "mixed_mean": self.after.mean,
-            "mixed_std": self.after.std,
-            "ratio": ratio(self.after.mean, self.before.mean),
-            "uniform": math.log(self.columns) if self.columns else None,
-        }
+            "tokens": before.count, "mean": before.mean, "std": before.std, "mixed_mean": after.mean,
+            "mixed_std": after.std, "ratio": ratio(after.mean, before.mean), "uniform": uniform,
+        }  # fmt: skip
 
 
 class Margin(RoutingDiagnostic):
