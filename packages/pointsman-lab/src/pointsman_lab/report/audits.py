@@ -82,7 +82,9 @@ def _quality(audit: Found) -> dict[str, Any]:
         for row in audit.get("quality") or ()
     ]  # fmt: skip
     grid = Grid(["k", "all text" if domains else "loss", "perplexity", *domains], rows, code=False)
-    note = "Nats a text token. ± is half of the 95 % interval over rows of text."
+    note = (
+        "Nats a text token. ± is half of the 95 % interval over rows of text, of fewer than three over their quarters."
+    )
     return {"title": "Loss at every k", "grid": grid, "note": note}
 
 

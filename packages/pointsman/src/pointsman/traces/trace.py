@@ -271,7 +271,7 @@ class TraceWriter:
         for name, rows in self._rows.items():
             if rows != tokens:
                 raise ValueError(f"{name.rpartition('.')[0]!r} routed {rows:,} tokens, the first layer {tokens:,}: "
-                                 "a layer ran in some forwards only")  # fmt: skip
+                                 "a layer ran in some forwards only, or reads other text (a decoder)")  # fmt: skip
         small = {"lengths": lengths} | ({"hashes": torch.cat(self._hashes)} if self._hashes else {})
         told = {"format": FORMAT, "version": VERSION, "model": self.model, "origin": self.origin}
         header: dict[str, Any] = {"__metadata__": {"trace": json.dumps(told | {"layers": self.num_experts})}}
