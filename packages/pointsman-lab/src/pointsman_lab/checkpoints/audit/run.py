@@ -176,7 +176,7 @@ class AuditRun:
         trace = RoutingTrace(whole, numbers, lengths, model=type(self.model).__name__)
         places = torch.cat([(torch.arange(len(rows)) + 0.5) / len(rows) for rows in self.rows.values()])
         order = places.argsort(stable=True)
-        parts = torch.arange(trace.tokens).split(lengths.tolist())
+        parts = torch.split(torch.arange(trace.tokens), lengths.tolist())
         return trace.rows(torch.cat([parts[row] for row in order.tolist()]), lengths[order])
 
     def _compare(self, own: dict[str, Routing], batch: TextBatch, text: Tensor) -> None:
