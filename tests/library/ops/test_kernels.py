@@ -85,6 +85,15 @@ class TestUsing:
         with using(PLAIN), pytest.raises(RuntimeError, match="no second derivatives"):
             torch.autograd.grad(output.square().sum(), hidden, create_graph=True)
 
+    @pytest.mark.parametrize("spec", ["smoe+similarity", "smoe+similarity:source=input", "smoe:dense_gradient=true"])
+    def test_what_has_no_second_derivatives_on_any_path_refuses_them(self, spec: str) -> None:
+        """`autograd.grad` of the first ones with respect to `hidden` gave wrong ones in silence."""
+        layer, hidden = MoE(8, 12, 4, router=spec), torch.randn(2, 3, 8, requires_grad=True)
+        with using(PLAIN):
+            output = layer(hidden)
+        with pytest.raises(RuntimeError, match=r"has no second derivatives: leave create_graph=True out$"):
+            torch.autograd.grad(output.square().sum(), hidden, create_graph=True)
+
 
 @pytest.mark.parametrize("values", [{"path": "fats"}, {"gpu": "tritn"}])
 def test_unknown_values_are_named(values: dict[str, str]) -> None:

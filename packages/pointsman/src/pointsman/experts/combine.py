@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pointsman.experts.shared import CHUNK
-from pointsman.ops.linear import upcast
+from pointsman.ops.linear import refuse_second_derivatives, upcast
 from pointsman.routing import Combine, Routing, one_expert_each
 
 
@@ -67,6 +67,7 @@ class _OfOthers(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives("dense_gradient", plain=False)
         hidden: Tensor = ctx.saved_tensors[0]
         parts = zip(torch.split(hidden, CHUNK), torch.split(grads[0], CHUNK), strict=True)
         found = [torch.einsum("ted,td->te", upcast(ctx.experts.every(one)), upcast(grad)) for one, grad in parts]

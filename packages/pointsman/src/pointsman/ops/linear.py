@@ -60,8 +60,8 @@ def transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def refuse_second_derivatives() -> None:
+def refuse_second_derivatives(what: str = "the experts' fast path", plain: bool = True) -> None:
     """To be called in a backward pass, where gradients are enabled only under `create_graph=True`."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError("the experts' fast path has no second derivatives: leave create_graph=True out, or compute "
-                           "the forward inside `with using(PLAIN):` (pointsman.ops.kernels)")  # fmt: skip
+        path = ", or compute the forward inside `with using(PLAIN):` (pointsman.ops.kernels)" if plain else ""
+        raise RuntimeError(f"{what} has no second derivatives: leave create_graph=True out{path}")

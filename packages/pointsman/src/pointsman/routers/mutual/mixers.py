@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from pointsman.ops.linear import refuse_second_derivatives
 from pointsman.ops.visible import Prepared, Visible
 from pointsman.routers.frame.entries import LayerSpec, Positive, Probability, register_mixer
 from pointsman.routers.frame.stages import Mixer
@@ -74,8 +74,8 @@ class _Unit(torch.autograd.Function):
         return units
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        refuse_second_derivatives("a mixer", plain=False)
         units, factor, scale = ctx.saved_tensors
         along = torch.linalg.vecdot(units, gradient).unsqueeze(-1).div_(scale * scale)
         return torch.addcmul(gradient, units, along, value=-1).mul_(factor), None

@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from pointsman.ops import relative
 from pointsman.ops.kernels import exporting
-from pointsman.ops.linear import without_autocast
+from pointsman.ops.linear import refuse_second_derivatives, without_autocast
 from pointsman.ops.relative import by_key
 from pointsman.ops.visible import Prepared, Visible, Workspace, tiles
 
@@ -182,8 +181,8 @@ class _Inform(torch.autograd.Function):
         return _together(outs), _together(sums)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives("a mixer", plain=False)
         options: _Options = ctx.options
         wanted = ctx.needs_input_grad[1:]
         inputs = ctx.saved_tensors  # once: activation checkpointing gives them away at the first look
