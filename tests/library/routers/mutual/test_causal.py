@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import pointsman
@@ -209,6 +214,29 @@ def test_the_state_travels_with_the_checkpoint() -> None:
     assert two.mix.head_steps == 7
     one.to(torch.bfloat16)
     assert one.mix.head_entropy.dtype == one.mix.sigma.dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_state_sized_by_hand_can_be_paired_before_the_first_step(tmp_path: Path) -> None:
+    """As "Your own training loop" says: same bits, and `AveragedModel` and distributed checkpoints take it."""
+    draw_layer = partial(MoE, DIM, 4, EXPERTS, router="attention")
+    plain = draw_layer()
+    sized, empty = copy.deepcopy(plain), draw_layer()
+    for one in (sized, empty):
+        one.router.mix.head_entropy = torch.zeros(HEADS)
+    averages = [AveragedModel(one) for one in (plain, sized)]
+    for layer in (plain, sized):
+        layer(draw(B, T, DIM).float(), RoutingContext(attention=trace(draw(B, T, DIM)))).sum().backward()
+        pointsman.step_end(layer)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, sized.state_dict()[name]), name
+    averages[1].update_parameters(sized)
+    assert torch.equal(averages[1].module.router.mix.head_entropy, sized.router.mix.head_entropy)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        averages[0].update_parameters(plain)
+    dcp.save(sized.state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    dcp.load(state := empty.state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(state["router.mix.head_entropy"], sized.router.mix.head_entropy)
 
 
 @pytest.mark.slow
