@@ -174,7 +174,10 @@ def _restored(
 
     def foreign(checkpoint: Checkpoint) -> str | None:
         if checkpoint.state.get("data") != state.task.fingerprint:
-            return "it was trained on other data (the files have changed)"
+            raise RunError(
+                f"{directory.path} was trained on other data (the files have changed): bring them back, or train into "
+                "another --out"
+            )
         try:
             if (chosen := directory.chosen_step(state.config, checkpoint.step)) != checkpoint.step:
                 open_checkpoint(directory.checkpoints / f"step-{chosen}")
