@@ -155,5 +155,5 @@ def test_half_precision_padding_and_no_tokens() -> None:
 def test_it_needs_the_experts_of_a_layer() -> None:
     with pytest.raises(ValueError, match="asks the experts of the MoE layer"):
         build_router("compete:rate=1", dim=4, num_experts=4)(torch.zeros(1, 4))
-    with pytest.raises(ValueError, match="cannot be used with experts='base'"):
+    with pytest.raises(ValueError, match="cannot be used with experts='base': it does not only weigh outputs"):
         MoE(8, 8, 4, router="compete", experts="base")

@@ -69,7 +69,7 @@ class MoE(nn.Module):
             raise ValueError(f"router {router.spec!r} has dim={router.dim}, num_experts={router.num_experts}; the "
                              f"layer has dim={dim}, num_experts={num_experts}")  # fmt: skip
         if experts == "base" and router.needs_moe:
-            raise ValueError(f"router {router.spec!r} cannot be used with experts='base': it does not only weigh")
+            raise ValueError(f"{router.spec!r} cannot be used with experts='base': it does not only weigh outputs")
         self.router = router
         self.experts: Experts | BaseExperts = EXPERTS[experts](
             dim, hidden_dim, num_experts, activation=activation, gated=gated, bias=bias, dropout=dropout
