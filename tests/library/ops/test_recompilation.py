@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from pointsman import MoE, set_top_k
+from pointsman import MoE, add_losses, set_top_k, step_end
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile meets its own
 
@@ -50,3 +51,26 @@ def test_a_limit_of_the_users_own_stays() -> None:
         compiled(torch.randn(1, 5, 8))
     assert len(graphs) == 2
     assert torch._dynamo.config.recompile_limit == 8
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile looks at it where a graph ends
+@pytest.mark.parametrize("router", ["smoe:balance=0.5:z_loss=0.1", "loss-free"])
+def test_a_compiled_layer_in_a_checkpoint_is_eager(router: str) -> None:
+    """As "Your own training loop" says; around an eager layer torch compiles no checkpoint."""
+    hidden, found = torch.randn(2, 5, 8), []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        layer = MoE(8, 8, 4, router=router)
+        if compiles:
+            layer.compile(backend="aot_eager")
+        for _ in range(2):
+            output = checkpoint(layer, hidden, use_reentrant=False)
+            add_losses(output.square().mean(), layer).backward()
+            step_end(layer)
+        found.append([*layer.state_dict().values(), *(one.grad for one in layer.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    traced = torch.compile(lambda: checkpoint(layer, hidden, use_reentrant=False), backend="eager", fullgraph=True)
+    if router != "loss-free":
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="side effect"):
+            traced()
