@@ -14,6 +14,7 @@ import pytest
 from pointsman._errors import RunError
 from pointsman_lab._grid import Grid
 from pointsman_lab.cli.main import main
+from pointsman_lab.exam.entry import unlike_track
 from pointsman_lab.runs.sharing import digest, read_entry, signed
 from tests.lab.cli.test_compare import SMALL, TEXT
 from tools.leaderboard import ROOT, called, check, compared, follow, page, row_of
@@ -265,6 +266,18 @@ def test_a_changed_entry_of_the_exam_is_refused(
 ) -> None:
     with pytest.raises(RunError, match=message):
         check(changed(examined, tmp_path, change, anew))
+
+
+def test_what_the_track_will_refuse_is_told_when_it_is_submitted(
+    examined: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["submit", str(examined.parents[1] / "exam"), "--router", "smoe", "--out", str(tmp_path / "a")]) == 0
+    assert "will refuse this entry: it lacks many, fine, " in capsys.readouterr().err
+    track = json.loads((ROOT / "leaderboard" / "exam" / "track.json").read_text())
+    cells = {task: {"runs": {str(seed): {} for seed in range(track["seeds"])}} for task in track["tasks"]}
+    assert unlike_track({"cells": cells}) == ""
+    cells["zipf"]["runs"]["8"] = {}
+    assert unlike_track({"cells": cells}) == "9 seeds, not 8"
 
 
 def test_what_is_no_row_of_an_exam_is_not_submitted(examined: Path, capsys: pytest.CaptureFixture[str]) -> None:

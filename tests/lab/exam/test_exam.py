@@ -22,7 +22,7 @@ from pointsman_lab.data.catalog import data_folder
 from pointsman_lab.exam import cell as cells_module
 from pointsman_lab.exam import run as run_module
 from pointsman_lab.exam.card import Card, level, write_card
-from pointsman_lab.exam.cell import chosen, fill, read_cell, variants
+from pointsman_lab.exam.cell import VERSION, chosen, fill, read_cell, variants
 from pointsman_lab.exam.exam import ALWAYS, Plan, collect, examine, written_record
 from pointsman_lab.exam.run import adjusted_mutual_information, experts_per_token, heaviest, rate_at, run, used
 from pointsman_lab.exam.scores import QUICK, TASKS, difference, regret, scores, tasks
@@ -356,6 +356,14 @@ def test_a_strangers_exam_is_shown_and_obeyed_by_no_terminal(
     Card([], {}, []).print()
 
 
+def test_rows_of_fewer_seeds_are_named() -> None:
+    cells = made({"plain": [1.0] * 3, "oracle": [0.0] * 3, "smoe": [0.5] * 3, "mine": [0.5] * 2})
+    [grid] = Card(["clusters"], cells, ["smoe", "mine"]).shown_grids()
+    assert grid.caption.endswith("Of fewer than 3 seeds: mine (2 seeds).")
+    [grid] = Card(["clusters"], cells, ["smoe"]).shown_grids()
+    assert grid.caption.endswith("95 % interval.")
+
+
 def test_an_exam_writes_tables_and_a_page(short: Task, tmp_path: Path) -> None:
     plan = Plan((*ALWAYS, "smoe"), ("clusters",), 1, again=True)
     whole = examine(plan, tmp_path, jobs=1, progress=Quiet(), ended=never)
@@ -440,6 +448,25 @@ def mine(layer):
     """A linear router."""
     return Stages(LinearScorer(layer.dim, layer.columns))
 '''
+
+
+def test_an_exam_that_goes_on_knows_what_its_folder_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(imports, "_IMPORTED", {})
+    monkeypatch.setitem(ROUTERS, "mine", ROUTERS["smoe"])
+    del ROUTERS["mine"]
+    file = tmp_path / "mine.py"
+    file.write_text(ROUTER.replace("from my_scale import SCALE", ""))
+    imports.import_named(str(file))
+    (tmp_path / "out").mkdir()
+    held = {"version": VERSION, "rows": ["mine"], "tasks": ["clusters"], "seeds": 1, "imports": [str(file)]}
+    (tmp_path / "out" / "exam.json").write_text(json.dumps(held))
+    for rows in ("mine,smoe", "smoe"):
+        values = parser().parse_args([rows])
+        values.imports, values.out = [], tmp_path / "out"
+        assert plan_of(values).imports == (str(file),)
+    for module in [name for name in sys.modules if name.startswith("pointsman_import_")]:
+        del sys.modules[module]
 
 
 def test_a_row_is_of_one_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from pointsman_lab.report.language_table import LanguageTable
 from pointsman_lab.report.results import tidy
 from pointsman_lab.report.tables import ComparisonTable, cost_of
 from pointsman_lab.report.task_table import TaskTable
-from pointsman_lab.runs.comparison import Comparison, read, read_comparison, required_plan, save_plan
+from pointsman_lab.runs.comparison import Comparison, read, read_comparison, required_plan, save_plan, with_shown
 from pointsman_lab.runs.paths import REPEAT
 from pointsman_lab.runs.record import RunRecord
 from tests.lab.report.fixtures import write_comparison, write_finetuning, write_run
@@ -407,7 +407,20 @@ def test_rows_and_columns_that_nobody_gets_are_told_before_the_training(
     for title, meant in (("entrpy", "entropy"), ("k=16", "k=1")):
         assert main([*base, "--columns", f"k=8,experts/token,{title}"]) == 2
         assert f"--columns {title}: did you mean '{meant}'" in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
+    tune = ["--tune", "router_lr_scale=1,4", "--train-top-k", "2"]
+    assert main([*base, *tune, "--baseline", "smoo"]) == 2
+    assert "did you mean 'smoe'" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+def test_rows_that_tuning_renamed_are_known_by_both_names() -> None:
+    tuned = {"smoe:lr_scale=4": {"row": "smoe", "router_lr_scale": "4"}, "xmoe": {"row": "xmoe"}}
+    plan = {"routers": ["xmoe", "smoe:lr_scale=4"], "tuned": tuned}
+    said = {"names": {"smoe:lr_scale=4": "Plain"}, "baseline": "smoe:lr_scale=4"}
+    for row in ("smoe", "smoe:lr_scale=4"):
+        assert with_shown(plan, [f"{row}=Plain"], row, [])["shown"] == said
+    both = {**plan, "routers": ["smoe", *plan["routers"]]}
+    assert with_shown(both, ["smoe=Plain"], "smoe", [])["shown"] == {"names": {"smoe": "Plain"}, "baseline": "smoe"}
 
 
 def test_columns_of_other_rows_are_known_before_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,10 +118,9 @@ def run(arguments: Sequence[str]) -> int:
     use_recorded_imports(values, values.routers)
     command = shlex.join(["pointsman", "compare", *arguments])
     plan = Plan(run_config(values, "smoe"), tuple(values.routers), tuple(range(values.seeds)), command)
-    if not values.tune:  # which may call a row otherwise
-        known = read_plan(values.out) or {"routers": ()}
-        rows = dict.fromkeys((*known["routers"], *plan.routers))
-        with_shown({**known, "routers": rows}, values.names, values.baseline, ())  # told before the training
+    known = read_plan(values.out) or {"routers": ()}
+    rows = dict.fromkeys((*known["routers"], *plan.routers))
+    with_shown({**known, "routers": rows}, values.names, values.baseline, ())  # told before the training
     check_columns(values, plan)
 
     def tables() -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pointsman._errors import RunError
 from pointsman_lab.cli.options import Parser, whole, words
 from pointsman_lab.cli.progress import Display, stop_on_signals
+from pointsman_lab.cli.runs import use_recorded_imports
 
 if TYPE_CHECKING:
     from pointsman_lab.exam.exam import Plan
@@ -53,8 +54,8 @@ def run(arguments: Sequence[str]) -> int:
     from pointsman_lab.exam.exam import collect, examine
     from pointsman_lab.processes import available_cores
 
+    out = values.out = values.out or Path("runs") / ("exam-quick" if values.quick else "exam")
     plan = plan_of(values)
-    out = values.out or Path("runs") / ("exam-quick" if values.quick else "exam")
     with Display() as display, stop_on_signals() as stop:
         whole_plan = examine(
             plan, out, jobs=values.jobs or available_cores(), progress=display, ended=lambda: None, stop=stop
@@ -94,6 +95,8 @@ def plan_of(values: argparse.Namespace) -> Plan:
             rows = words(values.routers)
         except argparse.ArgumentTypeError as error:
             raise RunError(f"pointsman exam: {error}") from None
+        use_recorded_imports(values, rows)
+        imports = values.imports
     named = tasks(list(QUICK) if values.quick else values.tasks)
     seeds = QUICK_SEEDS if values.quick else int(values.seeds)
     every = tuple(dict.fromkeys([*ALWAYS, *rows]))

@@ -38,7 +38,7 @@ def add_run_flags(flags: Parser) -> None:
 
 
 def use_recorded_imports(values: argparse.Namespace, routers: Sequence[str]) -> None:
-    """Adds to --import what the run or comparison in --out records, so that the same command continues it without.
+    """Adds to --import what the run, comparison or exam in --out records: the same command continues it without.
 
     Raises:
         ValueError: one of `routers` needs a recorded module that the user has never imported (`import_recorded`).
@@ -53,12 +53,14 @@ def use_recorded_imports(values: argparse.Namespace, routers: Sequence[str]) -> 
 
 
 def recorded_imports(folder: Path) -> list[str]:
-    """What the run or the comparison in `folder` was given with --import."""
+    """What the run, the comparison or the exam in `folder` was given with --import."""
     from pointsman_lab._files import read_whole_json
     from pointsman_lab.runs.imports import imports_of
 
-    run, comparison = (read_whole_json(folder / name) or {} for name in ("config.json", "comparison.json"))
-    return [*imports_of(run), *imports_of(comparison.get("settings", {}))]
+    run, comparison, exam = (
+        read_whole_json(folder / name) or {} for name in ("config.json", "comparison.json", "exam.json")
+    )
+    return [*imports_of(run), *imports_of(comparison.get("settings", {})), *imports_of(exam)]
 
 
 def run_config(values: argparse.Namespace, router: str, seed: int = 0) -> RunConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def parser() -> Parser:
 def run(words: Sequence[str]) -> int:
     values = parser().read(words)
     from pointsman_lab._files import write_whole
-    from pointsman_lab.exam.entry import exam_entry
+    from pointsman_lab.exam.entry import exam_entry, unlike_track
     from pointsman_lab.exam.exam import PLAN
     from pointsman_lab.runs.sharing import entry_of
     from pointsman_lab.training.compare import check_runs
@@ -40,5 +41,7 @@ def run(words: Sequence[str]) -> int:
     if not exam:
         check_runs(folder)
     entry = (exam_entry if exam else entry_of)(folder, values.router, values.name or values.router)
+    if exam and (told := unlike_track(entry)):
+        print(f"pointsman: the exam's track will refuse this entry: {told}", file=sys.stderr)
     print(write_whole(values.out or Path("entry.json"), json.dumps(entry, sort_keys=True) + "\n"))
     return 0

@@ -50,7 +50,13 @@ class Card(Forms):
         return f"{told} ± {half:.2f}" if half is not None and len(found) >= LEAST_SEEDS else told
 
     def shown_grids(self) -> Sequence[Grid]:
-        caption = "Score: (plain - row) / (plain - oracle), mean over seeds ± half of its 95 % interval."
+        counts = {row: min(filter(None, (len(scores(self.cells, task, row)) for task in self.tasks)), default=0)
+                  for row in self.rows}  # fmt: skip
+        most = max(counts.values(), default=0)
+        few = [f"{row} ({count} seeds)" for row, count in counts.items() if 0 < count < most]
+        caption = "Score: (plain - row) / (plain - oracle), mean over seeds ± half of its 95 % interval." + (
+            f" Of fewer than {most} seeds: {', '.join(few)}." if few else ""
+        )
         rows = [[row, *(self.text_of(task, row) for task in self.tasks)] for row in self.rows]
         return [Grid(["router", *self.tasks], rows, caption=caption)]
 

@@ -11,7 +11,7 @@ from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._files import read_json
 from pointsman_lab._shapes import SHAPES
 from pointsman_lab.exam.cell import VERSION, chosen, is_whole
-from pointsman_lab.exam.exam import PLAN, collect, plan_in
+from pointsman_lab.exam.exam import PLAN, SEEDS, collect, plan_in
 from pointsman_lab.exam.scores import TASKS
 from pointsman_lab.runs.sharing import ENTRY_FORMAT, entry_sources, signed
 
@@ -44,6 +44,14 @@ def exam_entry(folder: Path, router: str, name: str) -> dict[str, Any]:
     return signed({
         "format": ENTRY_FORMAT, "name": name, "router": router, "version": VERSION, "sources": sources, "cells": kept,
     })  # fmt: skip
+
+
+def unlike_track(entry: Mapping[str, Any]) -> str:
+    """In what an entry differs from the leaderboard's track, which refuses it then; empty if in nothing."""
+    left = [name for name, task in TASKS.items() if task.known and name not in entry["cells"]]
+    counts = sorted({len(cell["runs"]) for cell in entry["cells"].values()} - {SEEDS})
+    parts = [*([f"it lacks {', '.join(left)}"] if left else []), *(f"{one} seeds, not {SEEDS}" for one in counts)]
+    return "; ".join(parts)
 
 
 def consistent(entry: Mapping[str, Any], where: str) -> None:

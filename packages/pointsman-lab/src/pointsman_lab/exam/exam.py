@@ -26,6 +26,8 @@ from pointsman_lab.training.jobs import Work, do_all
 PLAN, RECORD = "exam.json", "record.jsonl"
 ALWAYS = ("oracle", "plain", "dense", "hash", "thor")
 """Rows of every exam."""
+SEEDS = 8
+"""Of the record, and of the leaderboard's track."""
 
 Cells = Mapping[tuple[str, str], Mapping[str, Any]]
 """(task, row) -> what `cell.read_cell` gives."""

@@ -53,7 +53,8 @@ def with_shown(
 
     Args:
         plan: the content of comparison.json.
-        names: ROW=TEXT, for rows that are called otherwise; ROW= takes the name back.
+        names: ROW=TEXT, for rows that are called otherwise; ROW= takes the name back. A row that `--tune` gave another
+            spec is also known by the one that it had.
         baseline: the row that differences are taken against.
         columns: titles of the table's columns; `all`: each of them again.
 
@@ -63,17 +64,21 @@ def with_shown(
     shown = dict(plan.get("shown") or {})
     called = dict(shown.get("names") or {})
     rows = [label(spec) for spec in plan["routers"]]
+    before = {label(one.get("row", spec)): label(spec) for spec, one in plan.get("tuned", {}).items()}
+    of = {**{asked: row for asked, row in before.items() if row in rows}, **{row: row for row in rows}}
     for text in names:
-        row = max((one for one in rows if text.startswith(f"{one}=")), key=len, default=None)
-        if row is None:
-            raise RunError(f"--names {text!r}: allowed is ROW=TEXT: {did_you_mean(text.rpartition('=')[0], rows)}")
-        called[row] = text[len(row) + 1 :] or row
+        name = max((one for one in of if text.startswith(f"{one}=")), key=len, default=None)
+        if name is None:
+            raise RunError(f"--names {text!r}: allowed is ROW=TEXT: {did_you_mean(text.rpartition('=')[0], of)}")
+        called[of[name]] = text[len(name) + 1 :] or of[name]
     if len({called.get(row, row) for row in rows}) < len(rows):
         raise RunError("--names: two rows would have the same name")
-    if baseline is not None and baseline not in rows:
-        raise RunError(f"--baseline {baseline!r}: {did_you_mean(baseline, rows)}")
+    if baseline is not None and baseline not in of:
+        raise RunError(f"--baseline {baseline!r}: {did_you_mean(baseline, of)}")
     shown |= {"names": {row: name for row, name in called.items() if name != row}}
-    shown |= {name: value for name, value in (("baseline", baseline), ("columns", list(columns))) if value}
+    shown |= {
+        name: value for name, value in (("baseline", baseline and of[baseline]), ("columns", list(columns))) if value
+    }
     if list(columns) == ["all"]:
         del shown["columns"]
     return {**plan, "shown": shown}
