@@ -120,10 +120,11 @@ def test_a_comparison_with_a_run_killed_in_its_first_save(runs, tmp_path):
 
 def test_a_path_that_another_ends_in_is_a_label():
     paths = [Path("runs/a"), Path("old/runs/a"), Path("old/runs/b")]
-    assert [_label(path, paths) for path in paths] == ["runs/a", "old/runs/a", "b"]
+    assert [_label(path, paths, Path("mine/run")) for path in paths] == ["runs/a", "old/runs/a", "b"]
+    assert _label(paths[2], paths, Path("mine/b")) == "runs/b", "the run that they stand beside ends so, too"
     for same in (Path("runs/a"), Path("runs/a").absolute(), Path("old/../runs/a")):
         with pytest.raises(RunError, match="twice"):
-            _label(same, [Path("runs/a"), same])
+            _label(same, [Path("runs/a"), same], Path("b"))
 
 
 def test_the_command(runs, capsys, tmp_path):

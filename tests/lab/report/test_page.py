@@ -18,7 +18,7 @@ from pointsman._errors import RunError
 from pointsman_lab.report import write_report
 from pointsman_lab.report.cell import Cell
 from pointsman_lab.report.page import asset
-from pointsman_lab.report.protocol import pairing, settings
+from pointsman_lab.report.protocol import lines, pairing, settings
 from pointsman_lab.report.series import binned, cell_point, loss, over_seeds, short_layer, validation
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import read_comparison
@@ -191,6 +191,10 @@ def test_rows_that_cannot_be_paired_are_named(tmp_path: Path) -> None:
     other = write_comparison(tmp_path / "d", ("smoe", "hyperrouter"), (0,))
     assert len(pairing(read_comparison(other))) == 1
     run = read_comparison(other).runs["hyperrouter", 0].path / "evaluation.json"
+    run.write_text(run.read_text().replace('"tokens": 1000, "segment_length"', '"tokens": 1500, "segment_length"'))
+    [line] = lines(read_comparison(other))
+    assert line.endswith("; tokens: 1,000"), "those that were scored"
+    assert "1500" not in line
     run.write_text(run.read_text().replace('"segment_length": 128', '"segment_length": 64'))
     place = run.with_name("environment.json")
     place.write_text(place.read_text().replace('"cpu"', '"cuda"'))

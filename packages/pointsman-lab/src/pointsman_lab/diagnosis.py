@@ -112,7 +112,7 @@ def _of_run(path: Path, against: Sequence[Path], settings: Settings, watch: Prog
     from pointsman_lab.training.directory import RunDirectory
 
     run = _open(path, settings.device)
-    others = {_label(one, against): _open(one, settings.device) for one in against}
+    others = {_label(one, against, path): _open(one, settings.device) for one in against}
     if not any(True for _ in named_routers(run.model)):
         raise RunError(f"{path}: a dense model has no router")
     for label, other in others.items():
@@ -163,14 +163,14 @@ def _task_of(run: Run, data: str | None) -> Task:
     return finetuned_task(run)
 
 
-def _label(path: Path, among: Sequence[Path]) -> str:
-    """The shortest end of a path that is unique among the others."""
+def _label(path: Path, among: Sequence[Path], own: Path) -> str:
+    """The shortest end of a path that is unique among the others, and is not that of the run that they stand beside."""
     if [one.resolve() for one in among].count(path.resolve()) > 1:
         raise RunError(f"--against names {path} twice")
     parts = path.parts
     for count in range(1, len(parts) + 1):
         label = "/".join(parts[-count:])
-        if sum(label == "/".join(other.parts[-count:]) for other in among) == 1:
+        if sum(label == "/".join(other.parts[-count:]) for other in (*among, own)) == 1:
             return label
     return str(path)
 

@@ -125,11 +125,14 @@ def lines(comparison: Comparison) -> list[str]:
 
 def _protocol_line(run: RunRecord) -> str:
     found = run.evaluation.get("protocol")
-    parts = [f"{_words(name)}: {_plain(value)}" for name, value in found.items()] if isinstance(found, dict) else []
+    told = dict(found) if isinstance(found, dict) else {}
+    tokens = {int(value) for row in run.results().values() if (value := finite(row.get("tokens"))) is not None}
+    if tokens:  # those that were scored, in whole segments, not those that were asked for
+        told.pop("tokens", None)
+    parts = [f"{_words(name)}: {_plain(value)}" for name, value in told.items()]
     if "checkpoint" in run.evaluation:
         parts.append(f"weights: {run.evaluation['checkpoint']}")
-    tokens = {int(value) for row in run.results().values() if (value := finite(row.get("tokens"))) is not None}
-    if tokens and not (isinstance(found, dict) and "tokens" in found):
+    if tokens:
         parts.append(f"tokens: {', '.join(f'{token:,}' for token in sorted(tokens))}")
     return "; ".join(parts)
 
