@@ -12,6 +12,7 @@ import pointsman
 from pointsman import MoE, RoutingContext, build_router, freeze, materialize, step_end, track_steps
 from pointsman.auxiliary import balance, token_mean
 from pointsman.ops.kernels import PLAIN, Kernels, using
+from pointsman.ops.linear import orthogonal_
 from pointsman.routers.frame.registry import (
     BASELINES,
     MIXERS,
@@ -228,6 +229,29 @@ def test_states_keep_float32_where_the_default_is_half() -> None:
         assert layer.router.select.bias.dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("spec", [*ROUTERS, *(f"smoe+{name}" for name in MIXERS if name != "attention")])
+def test_a_model_that_is_made_in_bf16_trains(spec: str) -> None:
+    """As large models are: with torch's default dtype set."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        torch.manual_seed(0)
+        layer, hidden = MoE(8, 8, 4, router=spec, vocab_size=9), torch.randn(2, 5, 8, requires_grad=True)
+        output = layer(hidden, RoutingContext(token_ids=torch.randint(9, (2, 5))))
+        pointsman.add_losses(output.float().square().sum(), layer).backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert output.dtype == hidden.grad.dtype == torch.bfloat16
+    assert bool(hidden.grad.isfinite().all())
+
+
+def test_orthogonal_weights_are_those_of_torch() -> None:
+    ours, theirs = torch.empty(3, 5), torch.empty(3, 5)
+    torch.manual_seed(0)
+    orthogonal_(ours, 0.1)
+    torch.manual_seed(0)
+    assert torch.equal(ours, nn.init.orthogonal_(theirs, gain=0.1))
 
 
 def test_a_copy_and_a_wrapped_optimizer_forget_no_step(recwarn: pytest.WarningsRecorder) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 HALF = (torch.bfloat16, torch.float16)
@@ -39,6 +39,11 @@ def autocast_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
 def upcast(tensor: Tensor) -> Tensor:
     """bf16 and half become float32; float32 and float64 stay."""
     return tensor.float() if tensor.dtype in HALF else tensor
+
+
+def orthogonal_(weight: Tensor, gain: float = 1.0) -> Tensor:
+    """`nn.init.orthogonal_`, also of half precision, which torch's QR refuses."""
+    return weight.detach().copy_(nn.init.orthogonal_(upcast(weight.detach()), gain))
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

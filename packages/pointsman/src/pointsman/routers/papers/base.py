@@ -18,8 +18,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
+from pointsman.ops.linear import orthogonal_
 from pointsman.ops.selection import top_k
 from pointsman.routers.frame.entries import LayerSpec, register_router
 from pointsman.routers.frame.stage_values import Scores
@@ -190,7 +191,7 @@ class Assigned(Selector):
 def centroids(layer: LayerSpec) -> Stages:
     """Sigmoids of products with trained centroids, which start orthogonal."""
     scorer = LinearScorer(layer.dim, layer.columns, bias=False)
-    nn.init.orthogonal_(scorer.weight, gain=GAIN)
+    orthogonal_(scorer.weight, GAIN)
     return Stages(scorer, Sigmoid())
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pointsman.ops.linear import upcast
+from pointsman.ops.linear import orthogonal_, upcast
 from pointsman.ops.selection import top_k
 from pointsman.routers.frame.entries import LayerSpec, NotNegative, register_router
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores, Selection
@@ -28,7 +28,7 @@ class SharpCosines(Scorer):
 
     def __init__(self, dim: int, num_experts: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(nn.init.orthogonal_(torch.empty(num_experts, dim)))
+        self.weight = nn.Parameter(orthogonal_(torch.empty(num_experts, dim)))
         self.threshold: nn.Parameter | None
         self.register_parameter("threshold", None)  # of `Thresholds`: saved before the temperature
         self.temperature = nn.Parameter(torch.tensor(FIRST_TEMPERATURE))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pointsman.auxiliary import assignment_counts
+from pointsman.ops.linear import orthogonal_
 from pointsman.ops.selection import top_k
 from pointsman.ranks import ALONE, every_rank
 from pointsman.routers.frame.entries import LayerSpec, NotNegative, Whole, register_router
@@ -46,7 +47,7 @@ class TwoStageScorer(ByTokenIds):
         self.token = nn.Parameter(torch.randn(vocab_size, WIDTH))
         self.light = nn.Parameter(torch.empty(num_experts, WIDTH))
         for weight in (*(gate.parameters() if own else ()), self.light):
-            nn.init.orthogonal_(weight, gain=GAIN)
+            orthogonal_(weight, GAIN)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self._has_frozen = False
         self._freeze_light()
@@ -158,7 +159,7 @@ def stage_scores(layer: LayerSpec) -> Stages:
     """Sigmoids of products with trained centroids, which start orthogonal."""
     scorer = LinearScorer(layer.dim, layer.columns, bias=False)
     if layer.choice != layer.scores:  # whose scorer does that itself
-        nn.init.orthogonal_(scorer.weight, gain=GAIN)
+        orthogonal_(scorer.weight, GAIN)
     return Stages(scorer, Sigmoid())
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pointsman.ops.linear import upcast
+from pointsman.ops.linear import orthogonal_, upcast
 from pointsman.routers.frame.entries import Allowed, LayerSpec, Positive, register_router
 from pointsman.routers.frame.stages import Normalizer, Scorer, Stages, linear
 from pointsman.routing import RoutingContext
@@ -44,7 +44,7 @@ class CosineScorer(Scorer):
         self.projection = None if routing_dim is None else nn.Linear(dim, routing_dim, bias=False)
         directions = torch.randn(num_experts, dim if routing_dim is None else routing_dim)
         if orthogonal:
-            nn.init.orthogonal_(directions)
+            orthogonal_(directions)
         self.expert_embeddings = nn.Parameter(F.normalize(directions, dim=-1) * expert_norm)
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
