@@ -224,6 +224,14 @@ def test_bad_settings_are_one_line(settings: Settings, changes: dict[str, Any], 
     assert "\n" not in str(error.value)
 
 
+def test_one_class_is_nothing_to_learn(settings: Settings, pictures: Path, tmp_path: Path) -> None:
+    for part in ("train", "valid", "test"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "class-0").symlink_to(pictures / part / "class-0")
+    with pytest.raises(RunError, match="has one class, 'class-0'; at least two are needed"):
+        check(settings(data=str(tmp_path)))
+
+
 def test_settings_that_follow_from_the_data_cannot_be_set(settings: Settings) -> None:
     for name, why in (("num_classes", "number of classes"), ("image_size", "size=N")):
         with pytest.raises(RunError, match=why):

@@ -159,6 +159,33 @@ def test_images_that_are_in_no_part_are_counted(tmp_path: Path) -> None:
     assert "; 2 images at other depths are left out" in load_images(str(tmp_path)).description
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_pictures_of_other_kinds_are_counted(packed: bool, tmp_path: Path) -> None:
+    write_classes(tmp_path / "set")
+    for name in ("x.WEBP", "y.webp", "z.bmp", "notes.txt"):
+        (tmp_path / "set" / "train" / "n01" / name).write_bytes(b"")
+    if packed:
+        with tarfile.open(tmp_path / "set.tar", "w") as archive:
+            archive.add(tmp_path / "set", ".")
+    told = "; 1 pictures that end in .bmp are left out; 2 pictures that end in .webp are left out"
+    assert told in load_images(str(tmp_path / ("set.tar" if packed else "set"))).description
+
+
+def test_linked_folders_are_read(tmp_path: Path) -> None:
+    write_classes(tmp_path / "store")
+    write_classes(tmp_path / "set")
+    (tmp_path / "store" / "val" / "back").symlink_to(tmp_path / "store")  # not followed without end
+    for part in ("train", "val"):
+        (tmp_path / "set" / part / "n04").symlink_to(tmp_path / "store" / part / "n01")
+    linked, images = tmp_path / "linked", load_images(str(tmp_path / "set"))
+    linked.mkdir()
+    for part in ("train", "val"):
+        (linked / part).symlink_to(tmp_path / "store" / part)
+    assert images.classes == (*CLASSES, "n04")
+    assert (images.split("test").labels == 3).sum() == 20
+    assert len(load_images(str(linked)).split("test")) == 60
+
+
 def test_files_of_less_than_the_summed_size_are_read(tmp_path: Path) -> None:
     np.save(tmp_path / "labels.npy", np.arange(22_000) % 3)
     shape = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.uint8, (22_000, 32, 32, 3)).shape  # 64.5 MiB
@@ -238,6 +265,20 @@ def few_labels(root: Path) -> None:
     (root / "test_labels.json").write_text("[1, 2]")
 
 
+def labels_of_the_next_sheet(root: Path) -> None:
+    """As many labels as images, but not sheet by sheet."""
+    write_sheets(root, train=6, test=2)
+    write_sheets(root.with_name("next"), train=4)
+    (root / "data_batch_2.png").write_bytes((root.with_name("next") / "data_batch_1.png").read_bytes())
+    for number in (1, 2):
+        (root / f"train_labels_batch_{number}.json").write_text("[0, 1, 0, 1, 0]")
+
+
+def broken_link(root: Path) -> None:
+    write_classes(root)
+    (root / "train" / "n04").symlink_to("elsewhere")
+
+
 def one_image_a_class(root: Path) -> None:
     write_classes(root, 1)
 
@@ -277,8 +318,10 @@ def empty(root: Path) -> None:
         (one_image_a_class, "has no training images; its validation part is the test; valid: 5 % of training"),
         (one_training_image, "set: the train part has no images; valid: the last tenth of training"),
         (pickles, "binary version"),
-        (few_labels, "10 images in 1 sheets, and 2 labels"),
+        (few_labels, "test_batch.png: 10 images, and 2 labels"),
+        (labels_of_the_next_sheet, "data_batch_1.png: 6 images, and 5 labels"),
         (nested_labels, "test_labels.json: not readable as JSON (nested too deeply)"),
+        (broken_link, "train/n04 links to elsewhere, which is not there"),
         (cut_archive, "set.tar is damaged: it is cut off after"),
         (empty, "no images found"),
     ],

@@ -131,6 +131,29 @@ def find_file(folder: Path, stem: str) -> Path | None:
     return next((file for file in (folder / stem, folder / f"{stem}.gz") if file.is_file()), None)
 
 
+def files_below(folder: Path) -> list[Path]:
+    """Every file in a folder and those below, linked ones too, in order; links that end nowhere are refused."""
+    found = []
+    with reading(folder):
+        for root, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
+            folders[:] = [name for name in folders if not _is_around(Path(root, name))]
+            for file in (Path(root, name) for name in names):
+                if file.is_file():
+                    found.append(file)
+                elif file.is_symlink() and not file.exists():
+                    raise RunError(f"{file} links to {os.readlink(file)}, which is not there")
+    return sorted(found)
+
+
+def _is_around(folder: Path) -> bool:
+    """Whether a folder is a link to one that it lies in: to follow it would have no end."""
+    return folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve())
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
 def read_lines(file: Path) -> Iterator[tuple[int, str]]:
     """(number from 1, line without its newline) of a UTF-8 text file, with a byte order mark or without."""
     with reading(file), open_unpacked(file) as opened:

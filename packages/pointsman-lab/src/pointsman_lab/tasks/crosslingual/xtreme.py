@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._files import open_named
+from pointsman_lab.data.reading import files_below
 from pointsman_lab.tasks.crosslingual.formats import Pair, Question, Tagged, read_pairs, read_questions, read_tagged
 
 Item = Pair | Tagged | Question
@@ -61,7 +62,7 @@ class Source:
     def files(self, data_dir: Path) -> dict[str, list[Path]]:
         """language -> its files ("" where the file has several languages); empty where there are none."""
         folder = task_folder(self.folder, data_dir)
-        present = [] if folder is None else sorted(file for file in folder.rglob("*") if file.is_file())
+        present = [] if folder is None else files_below(folder)
         every: dict[str, list[Path]] = {}
         for name in self.names:
             pattern = re.escape(name).replace(r"\*", "[^/]*").replace("LANG", "(?P<language>[A-Za-z]+)", 1)

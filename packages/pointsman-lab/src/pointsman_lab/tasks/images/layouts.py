@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import io
 import tarfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -25,10 +26,11 @@ from numpy.typing import NDArray
 
 from pointsman._errors import RunError, needing
 from pointsman_lab._files import open_named, parse_json, read_ordinary
-from pointsman_lab.data.reading import reading
+from pointsman_lab.data.reading import files_below, reading
 from pointsman_lab.tasks.images.part import ImagePart, Pixels
 
 SUFFIXES = (".jpeg", ".jpg", ".png")
+NOT_READ = (".avif", ".bmp", ".gif", ".jfif", ".jpe", ".pgm", ".ppm", ".tif", ".tiff", ".webp")
 PARTS = {"train": "train", "val": "valid", "valid": "valid", "validation": "valid", "test": "test"}
 SIDE = 32
 BLOCK = 512  # of a tar archive, whose end is a block of zeros
@@ -87,34 +89,34 @@ def _sheets(folder: Path) -> Layout:
         sheets = [file for file in sorted(folder.glob(pattern)) if file.is_file()]
         if not sheets:
             continue
-        labels, names = [], []
+        labels, names, rows = [], [], []
         for sheet in sheets:
             name = sheet.stem.replace("data_", "train_labels_").replace("test_batch", "test_labels")
             label_file = folder / f"{name}.json"
             own = _read_labels(label_file)
             labels += own
+            rows.append(len(own))
             names += [f"{sheet}: row {row}" for row in range(len(own))]
             files += [sheet, label_file]
-        load = _sheet_loader(sheets, len(labels))
+        load = _sheet_loader(sheets, rows)
         parts[part] = ImagePart(names, _bounded(labels, folder), load)
     return Layout(_numbered(parts.values()), parts, files, "sheets")
 
 
-def _sheet_loader(sheets: Sequence[Path], rows: int) -> Callable[[int], Pixels]:
-    """Decodes the sheets at the first call: opening a set decodes nothing."""
+def _sheet_loader(sheets: Sequence[Path], rows: Sequence[int]) -> Callable[[int], Pixels]:
+    """Decodes sheets of so many images each at the first call: opening a set decodes nothing."""
 
     @cache
     def images() -> Pixels:
         decoded = []
-        for sheet in sheets:
+        for sheet, count in zip(sheets, rows, strict=True):
             with reading(sheet):
                 pixels = image_pixels(read_ordinary(sheet, MOST_SHEET), str(sheet))
             if pixels.shape[1] != SIDE * SIDE:
                 raise RunError(f"{sheet}: {pixels.shape[1]} pixels a row; a sheet has {SIDE * SIDE}")
+            if len(pixels) != count:
+                raise RunError(f"{sheet}: {len(pixels)} images, and {count} labels")
             decoded.append(pixels.reshape(-1, SIDE, SIDE, 3))
-        found = sum(map(len, decoded))
-        if found != rows:
-            raise RunError(f"{sheets[0].parent}: {found} images in {len(sheets)} sheets, and {rows} labels")
         return np.concatenate(decoded)
 
     return lambda index: images()[index]
@@ -181,21 +183,24 @@ def _array(file: Path) -> NDArray[Any]:
 
 
 def _folders(folder: Path) -> Layout:
-    found = [file for file in sorted(folder.rglob("*")) if file.suffix.lower() in SUFFIXES and file.is_file()]
+    every = files_below(folder)
+    found = [file for file in every if file.suffix.lower() in SUFFIXES]
     paths = [file.relative_to(folder).parts for file in found]
 
     def load(index: int) -> Pixels:
         with reading(found[index]):
             return image_pixels(read_ordinary(found[index]), str(found[index]))
 
-    return _of_paths(folder, paths, [str(file) for file in found], load, found, "folders of classes")
+    others = [file.suffix for file in every]
+    return _of_paths(folder, paths, [str(file) for file in found], load, found, "folders of classes", others)
 
 
 def _tar(archive: Path) -> Layout:
     with reading(archive):
         try:
             with open_named(archive) as whole, tarfile.open(fileobj=whole, mode="r:") as opened:
-                images = (one for one in opened.getmembers() if one.isfile() and one.name.lower().endswith(SUFFIXES))
+                every = [one for one in opened.getmembers() if one.isfile()]
+                images = (one for one in every if one.name.lower().endswith(SUFFIXES))
                 members = sorted(images, key=lambda member: member.name)
                 end = opened.offset
         except tarfile.TarError as error:
@@ -211,7 +216,8 @@ def _tar(archive: Path) -> Layout:
             file.seek(members[index].offset_data)
             return image_pixels(file.read(members[index].size), names[index])
 
-    return _of_paths(archive, [Path(member.name).parts for member in members], names, load, [archive], "tar of classes")
+    paths, others = [Path(member.name).parts for member in members], [Path(member.name).suffix for member in every]
+    return _of_paths(archive, paths, names, load, [archive], "tar of classes", others)
 
 
 def _of_paths(
@@ -221,8 +227,13 @@ def _of_paths(
     load: Callable[[int], Pixels],
     files: Sequence[Path],
     kind: str,
+    suffixes: Sequence[str],
 ) -> Layout:
-    """A layout from the paths [PART/]CLASS/FILE; folders above the part are passed over."""
+    """A layout from the paths [PART/]CLASS/FILE; folders above the part are passed over.
+
+    Args:
+        suffixes: of all files, to say which pictures are not read.
+    """
     chosen: dict[str, list[int]] = {}
     for index, path in enumerate(paths):
         if len(path) >= 3 and path[-3].lower() in PARTS:
@@ -244,8 +255,11 @@ def _of_paths(
     every = ImagePart(names, labels, load)
     split = {part or "test": every.take(of) for part, of in chosen.items()}
     strays = len(paths) - len(used)
-    notes = (f"{strays:,} images at other depths are left out",) if strays else ()
-    return Layout(tuple(known), split, files, kind, notes)
+    notes = [f"{strays:,} images at other depths are left out"] if strays else []
+    for suffix, count in sorted(Counter(map(str.lower, suffixes)).items()):
+        if suffix in NOT_READ:
+            notes.append(f"{count:,} pictures that end in {suffix} are left out")
+    return Layout(tuple(known), split, files, kind, tuple(notes))
 
 
 def image_pixels(content: bytes, name: str) -> Pixels:

@@ -114,6 +114,8 @@ class ImageClassification(Task):
 
     def check(self, config: RunConfig) -> None:
         prepared = self.prepared(config)
+        if self.vocabulary.size < 2:
+            raise RunError(f"{self.name} has one class, {self.vocabulary.names[0]!r}; at least two are needed")
         try:
             self.tokens(prepared)
         except ValueError as error:

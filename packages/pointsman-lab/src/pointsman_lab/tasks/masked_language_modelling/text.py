@@ -31,7 +31,7 @@ from pointsman_lab._files import user_cache_folder, user_path, write_whole
 from pointsman_lab.data.catalog import data_folder, parse_options
 from pointsman_lab.data.download import DataProgress
 from pointsman_lab.data.pieces import MultilingualText, Pieces, learn_pieces
-from pointsman_lab.data.reading import find_file, read_lines
+from pointsman_lab.data.reading import files_below, find_file, read_lines
 from pointsman_lab.tasks.crosslingual.xtreme import XTREME, load_task, task_folder, texts
 from pointsman_lab.tasks.masked_language_modelling.blocks import PackedText, pack_text
 
@@ -136,7 +136,7 @@ def reported_sentences(data_dir: Path) -> set[str]:
 
 def _treebanks(data_dir: Path) -> list[Path]:
     folder = task_folder("ud", data_dir)
-    return [] if folder is None else sorted(folder.rglob("*.conllu*"))
+    return [] if folder is None else [file for file in files_below(folder) if ".conllu" in file.name]
 
 
 def _treebank(file: Path) -> Iterable[str]:
@@ -225,7 +225,7 @@ def _files(kind: str, folder: Path) -> Iterator[tuple[str, int, int]]:
     if kind == "xtreme-text":
         folders = {source.folder for task in XTREME.values() for source in (task.train, task.test)} | {"multi30k"}
         places = (task_folder(name, folder) for name in sorted(folders))
-        files = [file for place in places if place for file in sorted(place.rglob("*"))]
+        files = [file for place in places if place for file in files_below(place)]
     else:  # no deeper: a run may lie beside the texts
         files = sorted({*folder.glob("*"), *folder.glob("*/train*"), *folder.glob("*/valid*")})
     for file in filter(Path.is_file, files):
