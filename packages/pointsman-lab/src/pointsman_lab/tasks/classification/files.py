@@ -151,6 +151,8 @@ def _fasttext_rows(file: Iterator[str], path: Path) -> Iterator[tuple[int, str, 
         if not label.startswith(FASTTEXT_LABEL):
             found = f"a fastText line begins with {FASTTEXT_LABEL}NAME, found {label[:20]!r}"
             raise RunError(f"{path}, line {number}: {found}")
+        if text and text[0].startswith(FASTTEXT_LABEL):  # it would be read as text
+            raise RunError(f"{path}, line {number}: several labels; a text has one")
         yield number, text[0] if text else "", label.removeprefix(FASTTEXT_LABEL)
 
 
@@ -168,6 +170,9 @@ def _names(header: Sequence[str], path: Path, columns: Columns) -> tuple[str, st
         )
     if text == label:
         raise RunError(f"{path}: the column {text!r} cannot be both text and label: name two")
+    for name in (text, label):
+        if header.count(name) > 1:
+            raise RunError(f"{path}: {header.count(name)} columns are called {name!r}: leave one, or rename the others")
     return text, label
 
 
