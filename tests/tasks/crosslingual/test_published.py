@@ -115,6 +115,12 @@ def test_the_publishers_files(task: str, trained: list[str], tested: dict[str, i
         assert [items[0].words[0] for items in found.tests.values()] == ["Ann0", "Juma0"]  # type: ignore[union-attr]
 
 
+def test_linked_folders_are_read(tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", PUBLISHERS) / "pawsx/x-final/ko"
+    folder.symlink_to(folder.rename(tmp_path / "elsewhere"))
+    assert set(load_task("pawsx", tmp_path / "data", "test").rows) == {"en", "ko"}
+
+
 def test_a_file_of_one_form_hides_no_other_language(tmp_path: Path) -> None:
     other = "un\tNUM\n\n" * 3
     write(tmp_path, {"ud/de_x-ud-test.conllu": CONLLU, "ud/test-de.tsv": other, "ud/test-fr.tsv": other})
