@@ -15,7 +15,7 @@ from pointsman_lab._files import write_whole
 from pointsman_lab.cli.main import main
 from pointsman_lab.runs.comparison import read
 from pointsman_lab.runs.imports import remember
-from tests.lab.report.fixtures import dump, write_comparison, write_run
+from tests.lab.report.fixtures import dump, write_comparison, write_finetuning, write_run
 
 SOURCE = "print('run by nobody')\nraise SystemExit('unasked')\n"
 
@@ -54,6 +54,18 @@ def test_a_comparison_arrives_whole_elsewhere(
     assert Path("mine/table.tex").is_file()
     assert main(["open", "mine.pointsman"]) == 2
     assert "it exists and is not empty" in capsys.readouterr().err
+
+
+def test_tables_of_tasks_and_shifts_are_made_again() -> None:
+    runs = write_comparison(Path("mine"), ["smoe", "xmoe"], [0]) / "runs"
+    shifted = {"kind": "fgsm", "results": [{"top_k": 1, "clean": 0.5, "attacked": 0.25}], "protocol": {"top_k": [1]}}
+    for run, router in ((runs / "r0/seed-0", "smoe"), (runs / "r1/seed-0", "xmoe")):
+        dump(run / "robust-fgsm.json", shifted)
+        write_finetuning(run, "sst2", router, 0, metric=0.75)
+    assert main(["share", "mine"]) == 0
+    assert main(["open", "mine.pointsman", "--out", "theirs"]) == 0
+    assert "25.00" in Path("theirs/robust-fgsm.txt").read_text()
+    assert "75.00" in Path("theirs/task-sst2.txt").read_text()
 
 
 def test_an_opening_that_was_killed_goes_on(capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,7 +93,9 @@ def open_parser() -> Parser:
 def run_open(words: Sequence[str]) -> int:
     values = open_parser().read(words)
     from pointsman_lab._files import read_text
-    from pointsman_lab.report.results import write_tables
+    from pointsman_lab.registry import entries
+    from pointsman_lab.report.results import write_tables, write_task_tables
+    from pointsman_lab.runs.comparison import read_comparison
     from pointsman_lab.runs.sharing import EXAM, open_shared
 
     out = values.out or Path(values.file.name.removesuffix(ENDING))
@@ -111,6 +113,9 @@ def run_open(words: Sequence[str]) -> int:
         told_of_data(found.data)
     if (out / "comparison.json").is_file():
         print(write_tables(out))
+        write_task_tables(out)
+        for table in (each for entry in entries() for each in entry.tables(read_comparison(out))):
+            table.write(out)
     if (out / EXAM).is_file():
         from pointsman_lab.exam.card import Card, write_card
         from pointsman_lab.exam.exam import collect, plan_in
