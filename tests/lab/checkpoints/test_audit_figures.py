@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from pointsman.hf.counterpart import virtual_experts_of
 from pointsman.hf.gates import find_gates
 from pointsman.traces import RoutingTrace
 from pointsman_lab.checkpoints.audit.analyses import across, typical
@@ -120,6 +121,23 @@ def test_tokens_of_an_expert_are_sorted_by_how_much_more_it_takes() -> None:
     assert [[(one["text"], one["lift"]) for one in of["tokens"]] for of in found] == [
         [("<7>", pytest.approx(1.2))], [("<4>", pytest.approx(9.0)), ("<3>", pytest.approx(4.0))],
     ]  # fmt: skip
+
+
+def test_virtual_experts_cost_nothing_to_serve() -> None:
+    model = zoo.tiny_model("longcat_flash")
+    gates = find_gates(model)
+    share = [0.1] * gates[0].num_experts  # of the choices; the rest is for the last, virtual ones
+    virtual = virtual_experts_of(gates[0])
+    real = gates[0].num_experts - virtual
+    share[real:] = [(1 - 0.1 * real) / virtual] * virtual
+    found = serving(model, gates, {2: {gate.layer: (2, share) for gate in gates}})
+    always = found["parameters"] - found["experts"] - model.get_input_embeddings().weight.numel()
+    one = gates[0].experts.gate_up_proj[0].numel() + gates[0].experts.down_proj[0].numel()
+    for row in found["rows"]:
+        needed = real * (1 - 0.8 ** row["batch"])
+        assert row["distinct"] == pytest.approx(needed)
+        assert row["flops"] == pytest.approx(2 * (always + len(gates) * one * 0.2 * real))
+        assert row["bytes"] == pytest.approx(2 * (always + len(gates) * one * needed) / row["batch"])
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -163,3 +163,12 @@ def test_unrelated_traces_get_no_explanation(trace: RoutingTrace) -> None:
 def test_a_missing_choice_is_no_difference(trace: RoutingTrace) -> None:
     gone = {name: one.clone().index_fill_(0, torch.tensor([39, 79]), MISSING) for name, one in trace.experts.items()}
     assert compare(trace, replace(trace, experts=gone)).equal
+
+
+def test_traces_of_other_texts_are_refused(trace: RoutingTrace) -> None:
+    a = replace(trace, hashes=torch.tensor([1, 2, 3, 4]))
+    with pytest.raises(ValueError, match="2 of 4 sequences have other tokens"):
+        compare(a, replace(trace, hashes=torch.tensor([1, 5, 6, 4])))
+    turned = sequences_exchanged(trace)
+    assert compare(a, replace(turned, hashes=torch.tensor([3, 1, 4, 2]))).kinds == ("sequences in another order",)
+    assert compare(a, trace).equal  # one of them does not know its tokens

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 import torch
 
+from pointsman import MoE, record_routing
 from pointsman.traces import RoutingTrace
 from pointsman_lab.traces.placement import balanced, bound, cache, contiguous, imbalance, place, replicated
 
@@ -58,3 +60,21 @@ def test_numbers_out_of_range_are_refused() -> None:
         place(trace(), 9)
     with pytest.raises(ValueError, match="allowed are 1 to 7"):
         cache(trace(), 8)
+
+
+def test_virtual_experts_take_no_device_and_no_place_in_a_cache(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layer = MoE(dim=16, hidden_dim=8, num_experts=6, top_k=4, router="smoe:nulls=3").eval()
+    with torch.no_grad(), record_routing(layer).save(tmp_path / "all"):
+        layer(torch.randn(1, 512, 16))
+    with torch.no_grad(), record_routing(layer) as records:
+        layer(torch.randn(1, 512, 16))
+    found = RoutingTrace.load(tmp_path / "all")
+    assert found.virtual == RoutingTrace.load(records.save(tmp_path / "last")).virtual == {"": 3}
+    chosen = found.experts[""]
+    assert bool((chosen >= 6).any())
+    real = RoutingTrace({"": torch.where(chosen < 6, chosen, -1)}, {"": 6}, found.lengths)
+    assert place(found, 3, spare=3, batch=64) == place(real, 3, spare=3, batch=64)
+    assert cache(found, 2) == cache(real, 2)
+    with pytest.raises(ValueError, match="allowed are 2 to 6"):
+        place(found, 7)

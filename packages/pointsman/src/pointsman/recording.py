@@ -28,11 +28,12 @@ KNOWN = (
 
 
 class Listened(NamedTuple):
-    """What is known of a layer before it runs: E, its router, and whether a bias enters its choice."""
+    """What is known of a layer before it runs: E, its router, whether a bias enters its choice, its virtual experts."""
 
     num_experts: int
     router: str
     biased: bool
+    virtual: int = 0
 
 
 class _OwnListener:
@@ -40,10 +41,10 @@ class _OwnListener:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.layers = {
-            name: Listened(router.num_experts, router.spec, isinstance(getattr(router.select, "bias", None), Tensor))
-            for name, router in routers_by_layer(model).items()
-        }
+        self.layers: dict[str, Listened] = {}
+        for name, router in routers_by_layer(model).items():
+            biased = isinstance(getattr(router.select, "bias", None), Tensor)
+            self.layers[name] = Listened(router.num_experts, router.spec, biased, len(router.virtual))
 
     def hooks(self, observe: Observer) -> list[RemovableHandle]:
         """Calls observe(layer, routing, context, hidden [tokens, dim]), all detached, at every forward of a layer."""
@@ -108,7 +109,7 @@ class Records(dict[str, Routing]):
 
     def __init__(self, model: str) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.virtual = model, dict[str, int]()
         self.contexts: dict[str, RoutingContext | None] = {}
 
     def save(self, path: str | Path, token_ids: Tensor | None = None, *, logits: bool = False) -> Path:
@@ -123,7 +124,7 @@ class Records(dict[str, Routing]):
             ValueError: nothing was recorded.
         """
         with TraceWriter(Path(path), logits=logits) as writer:
-            writer.model = self.model
+            writer.model, writer.virtual = self.model, self.virtual
             for name, routing in self.items():
                 writer.forward(name, routing, self.contexts.get(name), token_ids)
         return Path(path)
@@ -146,9 +147,10 @@ class record_routing:  # noqa: N801 - used like a function
     """
 
     def __init__(self, model: nn.Module, callback: Callback | None = None) -> None:
-        listener(model, "record_routing")  # refuses a model without one now
+        known = listener(model, "record_routing").layers  # refuses a model without a router now
         self._model, self._callback, self._inside = model, callback, ExitStack()
         self.records = Records(type(model).__name__)
+        self.records.virtual = {name: one.virtual for name, one in known.items() if one.virtual}
 
     def __enter__(self) -> Records:
         self._inside.enter_context(observe_routing(self._model, self._take, "record_routing"))
@@ -183,7 +185,7 @@ class record_routing:  # noqa: N801 - used like a function
             given[get_ident()] = whole[0].detach() if whole else None
 
         with TraceWriter(Path(path), weights=weights, logits=logits) as writer:
-            writer.model = self.records.model
+            writer.model, writer.virtual = self.records.model, self.records.virtual
 
             def write(forward: dict[str, Any]) -> None:
                 for name, seen in forward.items():

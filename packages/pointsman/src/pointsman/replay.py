@@ -79,7 +79,7 @@ class replay_routing:  # noqa: N801 - used like a function
                 raise ValueError(f"replay_routing: no layer {name!r}: {did_you_mean(name, places)}")
             if isinstance(recorded, Routing):
                 recorded = recorded.chosen
-            _check(name, places[name], recorded)
+            check_experts(f"replay_routing: layer {name!r}", places[name], recorded, recorded)
             self._replayed.append((places[name], recorded))
 
     def __enter__(self) -> None:
@@ -94,12 +94,12 @@ class replay_routing:  # noqa: N801 - used like a function
             place.replay(None)
 
 
-def _check(name: str, place: Any, experts: Tensor) -> None:
-    where = f"replay_routing: layer {name!r}"
+def check_experts(where: str, place: Any, experts: Tensor, known: Tensor) -> None:
+    """ValueError unless a place can take experts [tokens, k]; `known`: without the choices that are left to it."""
     if not isinstance(experts, Tensor) or experts.dtype != torch.int64 or experts.dim() != 2:
         found = f"{experts.dtype} {list(experts.shape)}" if isinstance(experts, Tensor) else type(experts).__name__
         raise ValueError(f"{where}: experts must be int64 [tokens, k], got {found}")
-    if experts.numel() and (int(experts.min()) < place.first or int(experts.max()) > place.last):
+    if known.numel() and (int(known.min()) < place.first or int(known.max()) > place.last):
         none = ", and -1 for none" if place.first < 0 else ""
         raise ValueError(f"{where}: allowed experts are 0 to {place.last}{none}")
     ordered = experts.sort(-1).values

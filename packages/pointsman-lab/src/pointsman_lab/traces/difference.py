@@ -126,7 +126,7 @@ def _with_layers(a: RoutingTrace, b: RoutingTrace, of: Mapping[str, str]) -> Rou
     """`b` with its layer of[name] as `name`, in the order of `a`."""
     parts = {
         part: {name: values[of[name]] for name in a.layers if of[name] in values}
-        for part in ("experts", "weights", "logits", "num_experts")
+        for part in ("experts", "weights", "logits", "num_experts", "virtual")
         if (values := getattr(b, part)) is not None
     }
     return replace(b, **parts)  # type: ignore[arg-type]

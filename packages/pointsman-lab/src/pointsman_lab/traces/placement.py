@@ -22,6 +22,11 @@ COUNTED = 4096
 """Tokens on which `cache` runs."""
 
 
+def real_experts(trace: RoutingTrace) -> dict[str, int]:
+    """Layer -> E without virtual experts, which have no weights: no device holds them."""
+    return {layer: number - trace.virtual.get(layer, 0) for layer, number in trace.num_experts.items()}
+
+
 def contiguous(loads: Tensor, devices: int) -> Placement:
     """Equal runs of experts, the longer ones first: what engines do by default."""
     return [part.tolist() for part in torch.arange(len(loads)).tensor_split(devices)]
@@ -85,7 +90,8 @@ def place(trace: RoutingTrace, devices: int, *, spare: int = 0, batch: int = 102
     Raises:
         ValueError: more devices than experts in a layer, numbers out of range, or too few tokens for one batch.
     """
-    least = min(trace.num_experts.values())
+    experts = real_experts(trace)
+    least = min(experts.values())
     if not 1 < devices <= least:
         raise ValueError(f"devices={devices}: allowed are 2 to {least}, the experts of a layer")
     if spare < 0 or batch < 1:
@@ -96,7 +102,7 @@ def place(trace: RoutingTrace, devices: int, *, spare: int = 0, batch: int = 102
         raise ValueError(f"the trace has {trace.tokens} tokens; a placement needs at least two")
     found: dict[str, dict[str, float]] = {}
     for layer, chosen in trace.experts.items():
-        before = _loads(chosen[:half], trace.num_experts[layer])
+        before = _loads(chosen[:half], experts[layer])
         placements: dict[str, Placement] = {
             "contiguous": contiguous(before, devices),
             "balanced": balanced(before, devices),
@@ -104,7 +110,7 @@ def place(trace: RoutingTrace, devices: int, *, spare: int = 0, batch: int = 102
         if spare:
             placements[f"EPLB, {spare} copies"] = replicated(before, devices, spare)
         starts = range(half, trace.tokens - batch + 1, batch)
-        loads = [_loads(chosen[start : start + batch], trace.num_experts[layer]) for start in starts]
+        loads = [_loads(chosen[start : start + batch], experts[layer]) for start in starts]
         costs = {name: [imbalance(one, placement) for one in loads] for name, placement in placements.items()}
         costs["bound without copies"] = [bound(one, devices) for one in loads]
         found[layer] = {name: sum(values) / len(values) for name, values in costs.items()}
@@ -112,8 +118,8 @@ def place(trace: RoutingTrace, devices: int, *, spare: int = 0, batch: int = 102
 
 
 def _loads(chosen: Tensor, num_experts: int) -> Tensor:
-    """[E]: how many choices each expert got."""
-    return torch.bincount(chosen[chosen >= 0].long(), minlength=num_experts)
+    """[E]: how many choices each expert got; virtual ones, after the E, are left out."""
+    return torch.bincount(chosen[chosen >= 0].long(), minlength=num_experts)[:num_experts]
 
 
 def cache(trace: RoutingTrace, size: int) -> dict[str, dict[str, float]]:
@@ -125,17 +131,18 @@ def cache(trace: RoutingTrace, size: int) -> dict[str, dict[str, float]]:
     Raises:
         ValueError: size is no number from 1 to E - 1.
     """
-    least = min(trace.num_experts.values())
+    experts = real_experts(trace)
+    least = min(experts.values())
     if not 1 <= size < least:
         raise ValueError(f"size={size}: allowed are 1 to {least - 1}, fewer than the experts of a layer")
     found: dict[str, dict[str, float]] = {}
     for layer, chosen in trace.experts.items():
         rows = chosen[:COUNTED]
         half = len(rows) // 2
-        asked = [one for row in rows.tolist() for one in row if one >= 0]
-        counted = sum(one >= 0 for row in rows[half:].tolist() for one in row)
+        asked = [one for row in rows.tolist() for one in row if 0 <= one < experts[layer]]
+        counted = sum(0 <= one < experts[layer] for row in rows[half:].tolist() for one in row)
         first = len(asked) - counted
-        hot = set(_loads(rows[:half], trace.num_experts[layer]).topk(size).indices.tolist())
+        hot = set(_loads(rows[:half], experts[layer]).topk(size).indices.tolist())
         hits: Mapping[str, Any] = {
             "least recently used": _hits(asked, first, size, _recent),
             "most frequent": sum(one in hot for one in asked[first:]),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from pointsman._errors import did_you_mean
-from pointsman.hf.counterpart import correction_bias
+from pointsman.hf.counterpart import correction_bias, virtual_experts_of
 from pointsman.hf.gates import candidates, no_gate, survey
 from pointsman.hf.given import Given
 from pointsman.hf.layouts import Form, NotAGateError, full_scores, read_any
@@ -46,7 +46,8 @@ class GateListener:
             router = getattr(gate.module, "pointsman", None)
             own = router is not None and isinstance(getattr(router.select, "bias", None), Tensor)
             name = type(gate.module).__name__ if router is None else router.spec
-            self.layers[gate.layer] = Listened(gate.num_experts, name, own or correction_bias(gate) is not None)
+            biased = own or correction_bias(gate) is not None
+            self.layers[gate.layer] = Listened(gate.num_experts, name, biased, virtual_experts_of(gate))
         self.unsupported: dict[str, str] = {}
         self._given = Given(model)
 

@@ -17,7 +17,7 @@ from pointsman.hf.given import Given, Running
 from pointsman.hf.surgery.routed import ClassRule
 from pointsman.ops.linear import in_backward
 from pointsman.recording import KNOWN, uncompiled
-from pointsman.replay import RouterPlace
+from pointsman.replay import RouterPlace, check_experts
 from pointsman.traces import MISSING, RoutingTrace
 from pointsman.traces.trace import hash_of
 
@@ -192,12 +192,7 @@ def replay(model: nn.Module, trace: RoutingTrace, *, missing: Literal["refuse", 
         raise ValueError(f"replay: the trace has {len(recorded)} layers, {', '.join(list(recorded)[:2])}, …; the model "
                          f"{len(of_model)}: {', '.join(list(of_model)[:2])}, …")  # fmt: skip
     for name, experts in recorded.items():
-        known = experts[experts != MISSING]
-        if known.numel() and not of_model[name].first <= int(known.min()) <= int(known.max()) <= of_model[name].last:
-            raise ValueError(f"replay: layer {name!r}: allowed experts are 0 to {of_model[name].last}")
-        ordered = experts.sort(-1).values
-        if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()):
-            raise ValueError(f"replay: layer {name!r}: a token has an expert twice")
+        check_experts(f"replay: layer {name!r}", of_model[name], experts, experts[experts != MISSING])
         recorded[name] = torch.cat([torch.arange(experts.shape[1])[None], experts])
     rows = _Rows(model, trace)
 

@@ -36,7 +36,7 @@ class RoutingTrace:
 
     Attributes:
         experts: layer -> [N, k] int16: the expert of each choice, -1 (none) or -2 (missing: the engine did not say).
-        num_experts: layer -> E, the virtual experts included.
+        num_experts: layer -> E, the virtual experts included. virtual: layer -> how many of these, the last ones, are.
         lengths: [S] int64, the tokens of each sequence, in order; their sum is N.
         hashes: [S] int64, of each sequence's token ids (`hash_of`); None: not known.
         weights, logits: layer -> [N, k] and [N, E] float32; empty where they were not recorded.
@@ -49,6 +49,7 @@ class RoutingTrace:
     hashes: Tensor | None = None
     weights: Mapping[str, Tensor] = field(default_factory=dict)
     logits: Mapping[str, Tensor] = field(default_factory=dict)
+    virtual: Mapping[str, int] = field(default_factory=dict)
     model: str = ""
     origin: str = "pointsman"
 
@@ -115,7 +116,7 @@ class RoutingTrace:
     def save(self, path: str | Path) -> Path:
         """Writes the file whole."""
         with TraceWriter(Path(path), logits=bool(self.logits), weights=bool(self.weights)) as writer:
-            writer.model, writer.origin = self.model, self.origin
+            writer.model, writer.origin, writer.virtual = self.model, self.origin, self.virtual
             for layer, chosen in self.experts.items():
                 writer.add(layer, self.num_experts[layer], chosen, self.weights.get(layer), self.logits.get(layer))
             writer.add_sequences(self.lengths, self.hashes)
@@ -138,9 +139,10 @@ class RoutingTrace:
                     raise RunError(f"{file}: no routing trace (`record_routing(model).save(path)` writes one)")
                 if header.get("version") != VERSION:
                     raise RunError(f"{file}: a trace of version {header.get('version')!r}; this one reads {VERSION}")
-                experts = {**header["layers"]}
-                if not all(type(number) is int and number > 0 for number in experts.values()):
-                    raise ValueError("its numbers of experts are no whole numbers above 0")
+                experts, virtual = {**header["layers"]}, {**header.get("virtual", {})}
+                numbers = [(number, virtual.get(layer, 0)) for layer, number in experts.items()]
+                if not all(type(one) is type(two) is int and 0 <= two < one for one, two in numbers):
+                    raise ValueError("its numbers of experts are no whole numbers above 0, or all are virtual")
                 dtypes = {f"{layer}.{part}": dtype for layer in experts for part, dtype in PARTS.items()}
                 dtypes |= dict.fromkeys(("lengths", "hashes"), torch.int64)
                 if wrong := sorted(names - dtypes.keys() | {f"{layer}.experts" for layer in experts} - names):
@@ -152,7 +154,7 @@ class RoutingTrace:
                 parts = {part: {layer: tensors[name] for layer in experts if (name := f"{layer}.{part}") in names}
                          for part in PARTS}  # fmt: skip
                 lengths = tensors["lengths"].to(torch.int64)
-                return cls(num_experts=experts, lengths=lengths, hashes=tensors.get("hashes"), **parts,
+                return cls(num_experts=experts, lengths=lengths, hashes=tensors.get("hashes"), virtual=virtual, **parts,
                            model=str(header.get("model", "")), origin=str(header.get("origin", "")))  # fmt: skip
         except FileNotFoundError:
             raise RunError(f"{file}: no such file") from None
@@ -183,6 +185,7 @@ class TraceWriter:
         self.parts = ("experts", *(("weights",) if weights else ()), *(("logits",) if logits else ()))
         self.model, self.origin = "", "pointsman"
         self.num_experts: dict[str, int] = {}
+        self.virtual: Mapping[str, int] = {}
         self._widths: dict[str, int] = {}  # tensor -> columns
         self._files: dict[str, IO[bytes]] = {}
         self._rows: dict[str, int] = {}
@@ -248,10 +251,8 @@ class TraceWriter:
         chosen, weights = routing.chosen[kept], routing.chosen_weights[kept]
         self.add(layer, routing.probs.shape[-1], chosen, weights, routing.logits[kept])
         if layer == next(iter(self.num_experts)):  # once a forward
-            hashes = None
-            if ids is not None:
-                ids = ids.reshape(shape).cpu()
-                hashes = torch.tensor([hash_of(row[keep]) for row, keep in zip(ids, real, strict=True)])
+            rows = None if ids is None else zip(ids.reshape(shape).cpu(), real, strict=True)
+            hashes = None if rows is None else torch.tensor([hash_of(row[keep]) for row, keep in rows])
             self.add_sequences(real.sum(-1), hashes)
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
@@ -274,7 +275,8 @@ class TraceWriter:
                                  "a layer ran in some forwards only, or reads other text (a decoder)")  # fmt: skip
         small = {"lengths": lengths} | ({"hashes": torch.cat(self._hashes)} if self._hashes else {})
         told = {"format": FORMAT, "version": VERSION, "model": self.model, "origin": self.origin}
-        header: dict[str, Any] = {"__metadata__": {"trace": json.dumps(told | {"layers": self.num_experts})}}
+        layers = {"layers": self.num_experts, "virtual": self.virtual}
+        header: dict[str, Any] = {"__metadata__": {"trace": json.dumps(told | layers)}}
         place = 0
         names = {torch.int16: "I16", torch.float32: "F32", torch.int64: "I64"}
         shapes = {name: (torch.int64, [len(values)]) for name, values in small.items()}

@@ -33,7 +33,7 @@ from pointsman_lab.checkpoints.audit.trials import (
 from pointsman_lab.checkpoints.choosing import at_random, plan
 from pointsman_lab.checkpoints.cutting import cut, cuttable
 from pointsman_lab.checkpoints.text import TextBatch
-from pointsman_lab.traces.placement import cache, place
+from pointsman_lab.traces.placement import cache, place, real_experts
 
 TIMES = (1, 16, 128)
 """Numbers of choices that an expert should get from a text for calibration."""
@@ -95,7 +95,7 @@ def analysed(
         costs = serving(model, gates, chosen)["rows"]
         for one in found["schedules"]:
             one["serving"] = [row for row in costs if row["top_k"] == one["kind"]]
-    experts = min(trace.num_experts.values(), default=0)
+    experts = min(real_experts(trace).values(), default=0)
     if experts > 2 and trace.tokens > 1:
         found["placement"] = place(trace, min(DEVICES, experts), spare=min(DEVICES, experts), batch=256)
         found["cache"] = {"size": max(1, experts // 4), "layers": cache(trace, max(1, experts // 4))}

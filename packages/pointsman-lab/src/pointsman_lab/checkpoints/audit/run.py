@@ -173,7 +173,8 @@ class AuditRun:
         chosen = {layer: torch.cat(parts) for layer, parts in self.chosen.items()}
         whole = {layer: rows for layer, rows in chosen.items() if len(rows) == int(lengths.sum())}
         numbers = {layer: self.width_of_scores[layer] for layer in whole}
-        trace = RoutingTrace(whole, numbers, lengths, model=type(self.model).__name__)
+        virtual = {layer: one.virtual for layer, one in self.listener.layers.items() if layer in whole}
+        trace = RoutingTrace(whole, numbers, lengths, virtual=virtual, model=type(self.model).__name__)
         places = torch.cat([(torch.arange(len(rows)) + 0.5) / len(rows) for rows in self.rows.values()])
         order = places.argsort(stable=True)
         parts = torch.split(torch.arange(trace.tokens), lengths.tolist())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pointsman.diagnostics import Diagnostics
+from pointsman.hf.counterpart import virtual_experts_of
 from pointsman.hf.gates import Gate, find_gates
 from pointsman.hf.listen import GateListener
 from pointsman_lab.checkpoints.audit.trials import measured
@@ -33,24 +34,29 @@ def distinct(share: Sequence[float], k: float, batch: int) -> float:
 
 
 Loads = Mapping[str, tuple[int, Sequence[float | None]]]
-"""Layer -> its k, and each expert's share of the choices."""
+"""Layer -> its k, and each expert's share of the choices, virtual ones last."""
 
 
 def serving(model: nn.Module, gates: Sequence[Gate], loads: Mapping[Any, Loads]) -> dict[str, Any]:
     """Weights by dtype; for each entry (called "top_k") and batch the distinct experts a layer, FLOPs, bytes, a time.
 
     One decoded token: 2 operations for each weight that it meets, weights in bf16 read once a batch; the attention over
-    the context and its cache are left out. Time: the larger of bytes / bandwidth and operations / peak; an estimate.
+    the context and its cache are left out, and so are virtual experts, which have no weights. Time: the larger of bytes
+    / bandwidth and operations / peak; an estimate.
     """
     total = sum(parameter.numel() for parameter in model.parameters())
     of_one = {gate.layer: _expert_size(gate) for gate in gates}
-    experts = sum(size * gate.num_experts for gate, size in zip(gates, of_one.values(), strict=True))
+    real = {gate.layer: gate.num_experts - virtual_experts_of(gate) for gate in gates}
+    experts = sum(parameter.numel() for gate in gates for parameter in gate.experts.parameters())
     always = total - experts - _embedding(model)
     rows = []
     for name, layers in loads.items():
-        active = always + sum(of_one[layer] * k for layer, (k, _) in layers.items())
+        weighed = {layer: (k, [x or 0.0 for x in share[: real[layer]]]) for layer, (k, share) in layers.items()}
+        active: float = always
+        for layer, (k, share) in weighed.items():
+            active += of_one[layer] * k * (sum(share) if real[layer] < len(layers[layer][1]) else 1)
         for batch in BATCHES:
-            need = {layer: distinct([x or 0.0 for x in share], k, batch) for layer, (k, share) in layers.items()}
+            need = {layer: distinct(share, k, batch) for layer, (k, share) in weighed.items()}
             read = 2.0 * (always + sum(of_one[layer] * count for layer, count in need.items())) / batch
             seconds = {machine: max(read / width, 2.0 * active / peak) for machine, (width, peak) in MACHINES.items()}
             rows.append(
@@ -78,10 +84,10 @@ def served(model: nn.Module, batches: Sequence[TextBatch], k: int) -> tuple[Mapp
 
 
 def _expert_size(gate: Gate) -> int:
-    """Weights of one expert of a layer; 0 where the experts are the block's own parameters."""
-    if gate.experts is gate.block:
-        return 0
-    return sum(parameter.numel() for parameter in gate.experts.parameters()) // gate.num_experts
+    """Weights of one expert of a layer: of LongCat's stacked ones, some have rows for virtual experts, too."""
+    stacked = [one for one in gate.experts.parameters() if one.dim() == 3]
+    rest = sum(one.numel() for one in gate.experts.parameters() if one.dim() != 3)
+    return sum(one[0].numel() for one in stacked) + rest // gate.num_experts
 
 
 def _embedding(model: Any) -> int:
