@@ -13,6 +13,7 @@ import torch
 from pointsman.hf.counterpart import virtual_experts_of
 from pointsman.hf.gates import find_gates
 from pointsman.traces import RoutingTrace
+from pointsman_lab.checkpoints import audit
 from pointsman_lab.checkpoints.audit.analyses import across, typical
 from pointsman_lab.checkpoints.audit.blocks import Block, Blocks, _divergence, _shares, row_losses
 from pointsman_lab.checkpoints.audit.serving import MACHINES, serving
@@ -138,6 +139,13 @@ def test_virtual_experts_cost_nothing_to_serve() -> None:
         assert row["distinct"] == pytest.approx(needed)
         assert row["flops"] == pytest.approx(2 * (always + len(gates) * one * 0.2 * real))
         assert row["bytes"] == pytest.approx(2 * (always + len(gates) * one * needed) / row["batch"])
+
+
+def test_no_cost_to_serve_where_experts_are_no_module() -> None:
+    found = audit(zoo.tiny_model("jetmoe"), zoo.tokenizer(), zoo.texts(8), top_k=[1, 2], length=12)
+    assert found.analyses["serving"] == {}  # its attention has experts, too, whose loads nobody measures
+    assert all(one["serving"] == [] for one in found.analyses["schedules"])
+    assert "cost to serve left out: JetMoeMoE has its experts as weights of its own" in found.notes
 
 
 @pytest.mark.parametrize("tied", [False, True])

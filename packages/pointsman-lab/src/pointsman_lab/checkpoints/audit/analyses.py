@@ -71,10 +71,11 @@ def analysed(
         "across": across(trace) if layers else [],
         "serving": {},
     }
-    if len(gates) == len(layers):
+    bare = [f"{type(g.block).__name__} has its experts as weights of its own" for g in gates if g.experts is g.block]
+    if len(gates) == len(layers) and not bare:
         found["serving"] = serving(model, gates, loads)
     else:
-        notes.append(f"cost to serve left out: {(reasons or ['gates that are not found'])[0]}")
+        notes.append(f"cost to serve left out: {(reasons or bare or ['gates that are not found'])[0]}")
     found["super_experts"], found["schedules"], found["prunings"] = [], [], []
     if probes and any(row["loss"] for row in quality):  # without a loss nothing can be tried
         search, held_out = (half if predicts(half) else [] for half in halves(probes))
@@ -92,7 +93,7 @@ def analysed(
             except (ValueError, torch.OutOfMemoryError) as error:
                 notes.append(f"{what} left out: {str(error).removeprefix('compress: ')}")
         chosen = {one["kind"]: {name: loads[k][name] for name, k in one["ks"].items()} for one in found["schedules"]}
-        costs = serving(model, gates, chosen)["rows"]
+        costs = serving(model, gates, chosen)["rows"] if found["serving"] else []
         for one in found["schedules"]:
             one["serving"] = [row for row in costs if row["top_k"] == one["kind"]]
     experts = min(real_experts(trace).values(), default=0)
