@@ -8,6 +8,7 @@ left, the share that the noise of the logits predicts is called noise. Nothing i
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -54,11 +55,12 @@ def compare(a: RoutingTrace, b: RoutingTrace) -> Difference:
     """What is between two traces of the same text by models that should route alike.
 
     Raises:
-        ValueError: they have other numbers of experts, another k, or no rearrangement that is known gives them the same
-            tokens.
+        ValueError: they have other numbers of experts, another k or other token ids, or no rearrangement that is known
+            gives them the same tokens.
     """
     kinds: list[str] = []
     b = _same_layers(a, b)
+    _check_texts(a, b)
     if not torch.equal(a.lengths, b.lengths):
         a, b, kinds = _same_lengths(a, b)
     before = now = _share(a, b)
@@ -116,6 +118,15 @@ def _same_layers(a: RoutingTrace, b: RoutingTrace) -> RoutingTrace:
             raise ValueError(f"layer {layer!r}: a token has {a.top_k(layer)} choices in one trace, {b.top_k(layer)} in "
                              "the other: record both at the same k")  # fmt: skip
     return b
+
+
+def _check_texts(a: RoutingTrace, b: RoutingTrace) -> None:
+    """ValueError where the hashes say that sequences of equal lengths have other tokens."""
+    if a.hashes is None or b.hashes is None or not torch.equal(a.lengths.sort().values, b.lengths.sort().values):
+        return
+    if other := (Counter(a.hashes.tolist()) - Counter(b.hashes.tolist())).total():
+        raise ValueError(f"{other:,} of {len(a.hashes):,} sequences have other tokens in the other trace: they are not "
+                         "of the same text")  # fmt: skip
 
 
 def _ends(trace: RoutingTrace) -> str:
