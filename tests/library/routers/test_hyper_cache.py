@@ -1,7 +1,10 @@
 """HyperRouter's evaluation cache follows the embedding, also where an optimizer moves it without counting a version."""
 
+import copy
+
 import pytest
 import torch
+from torch.func import functional_call, jvp
 
 from pointsman import build_router, build_routers
 
@@ -49,3 +52,23 @@ def test_a_shared_hypernetwork_that_one_router_is_assigned_is_the_others_too() -
         first.load_state_dict(other.state_dict(), assign=True)
         after = second(hidden).logits
     torch.testing.assert_close(after, second(hidden).logits.detach(), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own jvp
+@pytest.mark.parametrize("generate", ["whole", "expert"])
+def test_forward_mode_without_gradients_keeps_the_tangent_and_leaves_nothing_behind(generate: str) -> None:
+    router, hidden = build_router(f"hyperrouter:generate={generate}", dim=16, num_experts=4).eval(), torch.randn(5, 16)
+    state = {name: parameter.detach() for name, parameter in router.named_parameters()}
+    turned = {name: torch.randn_like(one) for name, one in state.items()}
+
+    def logits(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        found: torch.Tensor = functional_call(router, parameters, (hidden,)).logits
+        return found
+
+    _, wanted = jvp(logits, (state,), (turned,))
+    with torch.no_grad():
+        router(hidden)  # fills the cache
+        _, found = jvp(logits, (state,), (turned,))
+        assert torch.equal(copy.deepcopy(router)(hidden).logits, router(hidden).logits)
+    assert wanted.any()
+    torch.testing.assert_close(found, wanted)

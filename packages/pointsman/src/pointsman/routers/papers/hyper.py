@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from pointsman.ops.linear import transformed
 from pointsman.routers.frame.entries import BelowOne, Count, LayerSpec, NotNegative, register_router
 from pointsman.routers.frame.stage_values import Loss, LossInput, Stage
 from pointsman.routers.frame.stages import GATES, Scorer, Stages, linear
@@ -83,8 +84,7 @@ class HyperScorer(Scorer):
         first: FrozenLinear = self.hypernetwork[0]  # type: ignore[index]
         embedding = self.embedding.to(first.weight.dtype)
         embedding = nn.functional.dropout(embedding, dropout) if dropout else embedding
-        given = embedding if self.places is None else embedding + self.places
-        generated = self.hypernetwork(given).view(self.shape)
+        generated = self.hypernetwork(embedding if self.places is None else embedding + self.places).view(self.shape)
         weight = generated[:, :-1]
         if weight.device.type != "cpu":  # where rows of products are to be whole 16 bytes
             weight = weight.contiguous()
@@ -95,7 +95,7 @@ class HyperScorer(Scorer):
         return given.ranks.once(self.embedding.square().sum())
 
     def plain_linear(self) -> tuple[Tensor, Tensor | None]:
-        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed():
             self._cache = None
             return self.generate()
         embedding = self.embedding
