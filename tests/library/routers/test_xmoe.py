@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import pointsman
 from pointsman import MoE, RoutingContext, build_router
@@ -198,3 +199,21 @@ def test_padding_touches_no_loss() -> None:
     other[1, 3:] = 100.0
     one, two = (router(h, RoutingContext(padding_mask=mask)) for h in (hidden, other))
     torch.testing.assert_close(one.losses["balance"], two.losses["balance"])
+
+
+@pytest.mark.parametrize("spec", ["xmoe", "xmoe-torchscale"])
+def test_what_hooks_on_the_projection_change_is_used(spec: str) -> None:
+    """Hooks of `torch.nn.utils.prune` make the weight when the module is called, adapters its output."""
+    layer = MoE(DIM, 16, EXPERTS, router=spec, attach_losses=True)
+    projection = layer.router.score.projection
+    prune.l1_unstructured(projection, "weight", 0.5)
+    for _ in range(2):  # the second ended in "Trying to backward through the graph a second time"
+        layer(torch.randn(5, DIM)).square().sum().backward()
+        with torch.no_grad():
+            projection.weight_orig += 1
+        layer.router.step_end()
+    hidden = torch.randn(5, DIM)
+    before = layer.router(hidden).logits
+    projection.register_forward_hook(lambda module, args, output: 0 * output)
+    assert before.any()
+    assert not layer.router(hidden).logits.any()

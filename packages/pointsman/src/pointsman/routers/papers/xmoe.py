@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pointsman.ops.linear import orthogonal_, upcast
 from pointsman.routers.frame.entries import Allowed, LayerSpec, Positive, register_router
 from pointsman.routers.frame.stages import Normalizer, Scorer, Stages, linear
+from pointsman.routers.papers.recurrent import Map
 from pointsman.routing import RoutingContext
 
 NORM_FLOOR = 1e-4  # norms are clamped from below, so that a zero token has cosine 0
@@ -41,14 +42,14 @@ class CosineScorer(Scorer):
         self.expert_norm = expert_norm
         self.normalize_tokens, self.normalize_experts = normalize_tokens, normalize_experts
         self.needs_step_end = normalize_experts
-        self.projection = None if routing_dim is None else nn.Linear(dim, routing_dim, bias=False)
+        self.projection = None if routing_dim is None else Map(dim, routing_dim, bias=False)
         directions = torch.randn(num_experts, dim if routing_dim is None else routing_dim)
         if orthogonal:
             orthogonal_(directions)
         self.expert_embeddings = nn.Parameter(F.normalize(directions, dim=-1) * expert_norm)
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
-        tokens = upcast(hidden) if self.projection is None else linear(hidden, self.projection.weight)
+        tokens = upcast(hidden) if self.projection is None else self.projection(hidden)
         experts = self.expert_embeddings.to(tokens.dtype)
         if self.normalize_tokens:
             tokens = F.normalize(tokens, dim=-1, eps=NORM_FLOOR)
@@ -58,8 +59,7 @@ class CosineScorer(Scorer):
     def step_end(self) -> None:
         """|e_i| = expert_norm again; a frozen router stays bit for bit as it is."""
         if self.normalize_experts and self.expert_embeddings.requires_grad:
-            directions = F.normalize(upcast(self.expert_embeddings), dim=-1)
-            self.expert_embeddings.copy_(directions * self.expert_norm)
+            self.expert_embeddings.copy_(F.normalize(upcast(self.expert_embeddings), dim=-1) * self.expert_norm)
 
 
 class TemperatureGate(Normalizer):
@@ -69,9 +69,8 @@ class TemperatureGate(Normalizer):
 
     def __init__(self, gate: str, temperature: float) -> None:
         super().__init__()
-        self.gate = gate
+        self.gate, self.words = gate, f"{gate}(s / tau)"
         self.gives = frozenset({"positive", "share"} | ({"distribution"} if gate == "softmax" else set()))
-        self.words = f"{gate}(s / tau)"
         self.temperature = nn.Parameter(torch.tensor(temperature))
 
     def forward(self, logits: Tensor) -> Tensor:
