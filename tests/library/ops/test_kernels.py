@@ -85,7 +85,9 @@ class TestUsing:
         with using(PLAIN), pytest.raises(RuntimeError, match="no second derivatives"):
             torch.autograd.grad(output.square().sum(), hidden, create_graph=True)
 
-    @pytest.mark.parametrize("spec", ["smoe+similarity", "smoe+similarity:source=input", "smoe:dense_gradient=true"])
+    @pytest.mark.parametrize(
+        "spec", ["smoe+similarity", "smoe+similarity:source=input", "smoe:dense_gradient=true", "sparsemixer"]
+    )
     def test_what_has_no_second_derivatives_on_any_path_refuses_them(self, spec: str) -> None:
         """`autograd.grad` of the first ones with respect to `hidden` gave wrong ones in silence."""
         layer, hidden = MoE(8, 12, 4, router=spec), torch.randn(2, 3, 8, requires_grad=True)

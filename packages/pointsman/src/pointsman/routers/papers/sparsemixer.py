@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pointsman.ops.drawing import rand_like
+from pointsman.ops.linear import refuse_second_derivatives
 from pointsman.routers.frame.entries import Allowed, LayerSpec, register_router
 from pointsman.routers.frame.stage_values import Scores, Selection
 from pointsman.routers.frame.stages import Selector, Stages
@@ -31,6 +32,7 @@ class DrawnWeight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives("sparsemixer", plain=False)
         q, drawn = ctx.saved_tensors
         chosen = q.gather(-1, drawn)
         direction = (-chosen * q).scatter_add(-1, drawn, chosen)
@@ -81,9 +83,8 @@ class Drawn(Selector):
         place, luck = 1 - rand_like(best, self.ranks), rand_like(best, self.ranks)
         sums = q.cumsum(-1)
         drawn = (sums < place * sums[:, -1:]).sum(-1, keepdim=True)
-        first = drawn == largest
         least, chance, slope = (1 / 3, 0.75, 1.0) if self.version == 2 else (0.5, 0.5, 2.0)
-        factor = torch.where(first | (luck > chance), 1.0, least).to(q.dtype)
+        factor = torch.where((drawn == largest) | (luck > chance), 1.0, least).to(q.dtype)
         return drawn, DrawnWeight.apply(left, q, drawn, factor, slope)  # type: ignore[no-untyped-call]
 
 
