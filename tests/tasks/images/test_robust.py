@@ -468,6 +468,9 @@ def test_bad_kinds_are_one_line(text: str, message: str) -> None:
 
 def test_bad_paths_are_one_line(comparison: Path, sheets: Path, tmp_path: Path) -> None:
     run = load_run(run_of(comparison))
+    name = open_images(run.config.data).classes[0]
+    (tmp_path / "alone" / name).mkdir(parents=True)
+    Image.new("RGB", (32, 32)).save(tmp_path / "alone" / name / "0.png")
 
     def ask(text: str) -> Callable[[], object]:
         return lambda: robustness(run, Asked.parse(text))
@@ -477,6 +480,8 @@ def test_bad_paths_are_one_line(comparison: Path, sheets: Path, tmp_path: Path) 
         (f"c:{tmp_path / 'none'}", "no folder of corrupted images"),
         ("r:nowhere", "no images called 'nowhere'"),
         (f"hard:{tmp_path}", "is no run directory"),
+        (f"r:{tmp_path / 'alone'}", "r:.*alone: one class, and logits are restricted to its classes"),
+        (f"o:{tmp_path / 'alone'}", "o:.*alone: one class.* at least two are needed"),
     ):
         with pytest.raises(RunError, match=message):
             ask(text)()

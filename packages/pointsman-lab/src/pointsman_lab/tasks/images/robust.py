@@ -144,13 +144,15 @@ def _shifted(
     shifted = _others(run, asked, images)
     if asked.kind in ("a", "r"):
         whole = shifted.relabelled(images.classes).split("test")
-        part = whole.take(chosen_rows(whole, _budget(asked, run)))
-        return on_renditions(run.model, clean, part, sorted(set(whole.labels.tolist())), top_k=top_k, frame=frame)
+        part, inside = whole.take(chosen_rows(whole, _budget(asked, run))), sorted(set(whole.labels.tolist()))
+        _check_several(asked, inside)
+        return on_renditions(run.model, clean, part, inside, top_k=top_k, frame=frame)
     outliers, classes = shifted.split("test"), None
     share = len(clean) / len(images.split(asked.split))  # as many of the outliers: the base rate stays
     known = [images.classes.index(name) for name in shifted.classes if name in images.classes]
     if len(known) == len(shifted.classes):  # ImageNet-O: folders of the classes that its images are mistaken for
         classes = sorted(known)
+        _check_several(asked, classes)
         clean = clean.take(np.flatnonzero(np.isin(clean.labels, classes)))
     elif known:
         told = ", ".join(images.classes[label] for label in known)
@@ -164,6 +166,12 @@ def _shifted(
     outliers = outliers.take(chosen_rows(outliers, max(1, round(share * len(outliers)))))
     found = on_outliers(run.model, clean, outliers, classes=classes, top_k=top_k, frame=frame)
     return {**found, "outlier_data": shifted.description}
+
+
+def _check_several(asked: Asked, classes: Sequence[int]) -> None:
+    if len(classes) < 2:
+        told = "one class, and logits are restricted to its classes, so that all would be right"
+        raise RunError(f"--robust {asked.kind}:{asked.path}: {told}; at least two are needed")
 
 
 def _others(run: Run, asked: Asked, images: ImageSet) -> ImageSet:
