@@ -74,8 +74,7 @@ class MoE(nn.Module):
         self.experts: Experts | BaseExperts = EXPERTS[experts](
             dim, hidden_dim, num_experts, activation=activation, gated=gated, bias=bias, dropout=dropout
         )
-        adds = set(router.virtual) - {"zero"}
-        self.virtual = VirtualExperts(dim, router.virtual) if adds else None
+        self.virtual = VirtualExperts(dim, router.virtual) if set(router.virtual) - {"zero"} else None
         check_whole("shared_experts", shared_experts, least=0)
         if shared_gate and not shared_experts:
             raise ValueError("shared_gate=True needs shared_experts, a whole number from 1")

@@ -51,7 +51,7 @@ class AttentionTrace:
     """The attention that produced the router's input, for routers that let attended tokens inform each other.
 
     Attributes:
-        query: [B, H, T, D]; key, value: [B, H, S, D] with S = memory + T.
+        query: [B, H, T, D]; key, value: [B, H, S, D], grouped heads repeated, with S = memory + T.
         out_weight: [H, D, dim], the blocks of the output projection as it is.
         output: [B, T, dim], the raw attention output, before residual and norm.
         scale: factor of the query-key products.

@@ -418,3 +418,30 @@ def test_the_next_sequence_of_the_batch_must_not_be_another_ranks() -> None:
     layers = torch.nn.Sequential(MoE(DIM, 4, 4, router="smoe+shuffled"))
     with pytest.raises(RunError, match="trains in one process: the next sequence of the batch"):
         check_layers(layers, Layout(2))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            lambda trace: {"key": trace.key[:, :1], "value": trace.value[:, :1]},
+            r"key must be \[2, 3, S, 4\] with",
+        ),
+        (lambda trace: {"key": trace.key[:, :, 1:], "value": trace.value[:, :, 1:]}, "with S from 7, got"),
+        (lambda trace: {"key": trace.key[:1], "value": trace.value[:1]}, "key must be"),
+        (lambda trace: {"value": trace.value[:, :, 1:]}, r"value must be \[2, 3, 7, V\], got \[2, 3, 6, 4\]"),
+        (lambda trace: {"query": trace.query.transpose(1, 2)}, r"query must be \[2, H, 7, D\], got \[2, 7, 3, 4\]"),
+        (lambda trace: {"out_weight": trace.out_weight[:1]}, "out_weight must be"),
+        (lambda trace: {"out_weight": trace.out_weight.flatten(0, 1)}, "out_weight must be"),
+        (lambda trace: {"output": torch.cat([trace.output, trace.output], -1)}, r"output must be \[2, 7, 6\], got"),
+    ],
+)
+@pytest.mark.parametrize("heads", ["lowest-entropy", "lowest-entropy-sequence", "all"])
+def test_a_trace_whose_tensors_do_not_fit_is_refused(heads: str, change: object, told: str) -> None:
+    """Keys shared by groups of heads, or too few, gave other scores in silence; the rest ended deep inside torch."""
+    case = Case(True, False, False)
+    assert callable(change)
+    assert case.context.attention is not None
+    context = replace(case.context, attention=replace(case.context.attention, **change(case.context.attention)))
+    with pytest.raises(ValueError, match=rf"^AttentionTrace\..*{told}"):
+        mixer(f"attention:heads={heads}")(case.probs, case.hidden, context)

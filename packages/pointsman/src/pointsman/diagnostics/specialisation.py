@@ -215,8 +215,7 @@ class Specialisation(RoutingDiagnostic):
         if self.table is None:
             self.table = torch.zeros(rows, num_experts, dtype=torch.int32, device=device)
         elif self.table.shape[0] < ids:
-            more = self.table.new_zeros(rows - self.table.shape[0], num_experts)
-            self.table = torch.cat([self.table, more])
+            self.table = torch.cat([self.table, self.table.new_zeros(rows - self.table.shape[0], num_experts)])
         return self.table
 
     def merge(self, other: Self) -> Self:

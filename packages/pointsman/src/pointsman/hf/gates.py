@@ -107,8 +107,7 @@ def find_gates(model: nn.Module) -> list[Gate]:
 
 def no_gate(model: nn.Module) -> str:
     """Why a model without candidates has none."""
-    names = {type(module).__name__ for module in model.modules()}
-    known = sorted(names & OTHER_BLOCKS.keys())
+    known = sorted({type(module).__name__ for module in model.modules()} & OTHER_BLOCKS.keys())
     other = f"{type(model).__name__}: no gate next to experts: not a known mixture of experts"
     return f"{known[0]} {OTHER_BLOCKS[known[0]]}" if known else other
 

@@ -284,8 +284,7 @@ def _divide(experts: Experts | BaseExperts, mesh: DeviceMesh, layout: Layout, ga
     policy = MixedPrecisionPolicy(
         gather, next(experts.parameters()).dtype if gather else None, cast_forward_inputs=False
     )
-    where = mesh["replicas", "expert_shards"]
-    fully_shard(experts, mesh=where, shard_placement_fn=placement, mp_policy=policy)
+    fully_shard(experts, mesh=mesh["replicas", "expert_shards"], shard_placement_fn=placement, mp_policy=policy)
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

@@ -197,8 +197,7 @@ def _weight_gradient(total: Tensor | None, gradient: Tensor, rows: Tensor | None
         return
     counts = [len(rows)] if piece.alone else at.counts[piece.first : piece.end]
     lefts, rights = gradient.split_with_sizes(counts), rows.split_with_sizes(counts)
-    parts = zip(total[piece.first : piece.end].unbind(0), lefts, rights, strict=True)
-    for one, left, right in parts:
+    for one, left, right in zip(total[piece.first : piece.end].unbind(0), lefts, rights, strict=True):
         if piece.opens:
             torch.mm(left.t(), right, out=one)
         else:

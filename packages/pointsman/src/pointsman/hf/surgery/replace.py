@@ -77,8 +77,7 @@ def replace_routers(model: nn.Module, spec: str | Sequence[str], *, start: Start
         if not homes:
             raise ValueError(f"replace_routers: {type(model).__name__} has no transformers model to store specs in")
         home = home_of(gate.name, homes)
-        heads = getattr(homes[home].config, "num_attention_heads", None)
-        router = _build(gate, one, start, shared, heads)
+        router = _build(gate, one, start, shared, getattr(homes[home].config, "num_attention_heads", None))
         if not (router.causal and router.training_causal):
             raise ValueError(f"replace_routers: {one!r} is not causal; layer {gate.layer!r} belongs to a decoder")
         if "attention" in router.needs:

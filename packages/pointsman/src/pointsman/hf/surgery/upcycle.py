@@ -118,8 +118,7 @@ def upcycle(
 def _config(dense: Any, target: str, values: dict[str, Any]) -> Any:
     """The MoE configuration: the fields that both classes have from the dense one, and `values`."""
     skipped = {"model_type", "architectures", "transformers_version", "auto_map"}
-    plain = AutoConfig.for_model(target)
-    known = {name for name in plain.to_dict() if not name.startswith("_")} - skipped
+    known = {name for name in AutoConfig.for_model(target).to_dict() if not name.startswith("_")} - skipped
     common = {name: value for name, value in dense.to_dict().items() if name in known}
     return AutoConfig.for_model(target, **{**common, **values})
 

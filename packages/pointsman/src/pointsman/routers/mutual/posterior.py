@@ -79,6 +79,20 @@ def _relative(
     return content, (query + position_bias[:, None]) * scale, F.pad(positions, (0, 0, 0, alignment(positions.device)))
 
 
+SHAPES = {"query": "BHTD", "key": "BHSD", "value": "BHSV", "out_weight": "HVW", "output": "BTW"}
+
+
+def check_trace(trace: AttentionTrace, probs: Tensor) -> None:
+    """ValueError unless the tensors of a trace fit one another and the scores [B, T, E]; V and W: any widths."""
+    sizes: dict[str, int] = dict(zip("BT", probs.shape, strict=False))
+    for name, letters in SHAPES.items():
+        shape, wanted = list(getattr(trace, name).shape), [sizes.get(letter, letter) for letter in letters]
+        sizes = dict(zip(letters, shape, strict=False)) | sizes
+        if shape != [sizes.get(letter) for letter in letters] or sizes.get("S", sizes["T"]) < sizes["T"]:
+            least = f" with S from {sizes['T']}" if "S" in wanted else ""
+            raise ValueError(f"AttentionTrace.{name} must be [{', '.join(map(str, wanted))}]{least}, got {shape}")
+
+
 class Posterior:
     """The posteriors of one forward.
 
@@ -94,6 +108,7 @@ class Posterior:
         self, trace: AttentionTrace, probs: Tensor, past: Tensor | None, sigma: Tensor, visible: Visible,
         factor: float | None = None,
     ) -> None:  # fmt: skip
+        check_trace(trace, probs)
         self.factor = trace.query.shape[1] if factor is None else factor
         self.trace, self.probs, self.past, self.sigma, self.visible = trace, probs, past, sigma, visible
         relative = isinstance(trace.bias, RelativeBias) and visible.causal

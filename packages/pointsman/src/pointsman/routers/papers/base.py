@@ -69,8 +69,7 @@ def _whole_numbers(scores: Tensor) -> Array:
 
 def assign(scores: Array, k: int) -> Array:
     """Experts [N, k] of the largest sum of the scores [N, E], N >= 1, under equal loads; each row best first."""
-    num_experts = scores.shape[1]
-    if k < num_experts:
+    if k < scores.shape[1]:
         member = _best(scores - _prices(scores, k), k)
         _balance(scores, member)
         scores = np.where(member, scores, -FAR)

@@ -36,8 +36,7 @@ class WithMeans(Selector):
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> Selection:
         experts = top_k(scores.choice.flatten(0, 1), k)
-        weights = scores.probs.flatten(0, 1).gather(-1, experts)
-        return Selection(experts, weights, self._combine(scores))
+        return Selection(experts, scores.probs.flatten(0, 1).gather(-1, experts), self._combine(scores))
 
     def replay(self, scores: Scores, experts: Tensor) -> Selection:
         return replace(super().replay(scores, experts), how=self._combine(scores))
@@ -72,5 +71,4 @@ def default(layer: LayerSpec, stages: Stages, *, decay: BelowOne = 0.9) -> Stage
 
     decay: of the running means, from step to step.
     """
-    select = WithMeans(layer.dim, layer.num_experts, decay)
-    return replace(stages, select=select, steps=(means_of_others,))
+    return replace(stages, select=WithMeans(layer.dim, layer.num_experts, decay), steps=(means_of_others,))

@@ -57,8 +57,7 @@ def will_be_taken(given: LossInput) -> Tensor:
     """Binary cross-entropy of sg(r) with "this expert took the token", the mean over tokens and experts."""
     experts, logits = given.experts, given.logits
     taken = members(experts, logits.shape[-1]).to(logits.dtype)
-    each = F.binary_cross_entropy_with_logits(logits, taken, reduction="none")
-    return given.token_mean(each).mean()
+    return given.token_mean(F.binary_cross_entropy_with_logits(logits, taken, reduction="none")).mean()
 
 
 @register_router(
@@ -75,5 +74,4 @@ def depths(
     auxiliary: weight of the cross-entropy that teaches sg(r) > 1/2 to mean "taken", which evaluation goes by.
     gate: what multiplies an expert's output: r = W h itself (the paper's), or its sigmoid.
     """
-    losses = {"auxiliary": Loss(will_be_taken, auxiliary)}
-    return replace(stages, select=SomeTokens(share, gate), losses=losses)
+    return replace(stages, select=SomeTokens(share, gate), losses={"auxiliary": Loss(will_be_taken, auxiliary)})

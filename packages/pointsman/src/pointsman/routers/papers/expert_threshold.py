@@ -90,5 +90,4 @@ def expert_threshold(layer: LayerSpec, stages: Stages, *, decay: BelowOne = 0.99
     bins: of that histogram.
     """
     check_whole("expert-threshold: option bins", bins, least=2)
-    select = AboveThreshold(layer.num_experts, bins, decay, layer.renormalize)
-    return replace(stages, select=select)
+    return replace(stages, select=AboveThreshold(layer.num_experts, bins, decay, layer.renormalize))

@@ -81,5 +81,4 @@ def gshard(layer: LayerSpec, stages: Stages, *, second: Second = "random", secon
         min(1, w / 0.2) (threshold, Mesh TensorFlow), all of them, but drawn by p (sampled, DeepSpeed), or all.
     second_eval: the same in evaluation.
     """
-    select = FirstAndSecond(layer.renormalize, second, second_eval)
-    return replace(stages, select=select, counted=first_choices)
+    return replace(stages, select=FirstAndSecond(layer.renormalize, second, second_eval), counted=first_choices)

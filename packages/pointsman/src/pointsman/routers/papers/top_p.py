@@ -33,8 +33,7 @@ class TopP(Selector):
         experts = top_k(scores.choice.flatten(0, 1), k)
         weights = scores.probs.flatten(0, 1).gather(-1, experts)
         if self.tau < 1:
-            before = weights.cumsum(-1) - weights
-            beyond = before >= self.tau
+            beyond = weights.cumsum(-1) - weights >= self.tau
             beyond[:, :1].zero_()  # the best expert stays
             experts, weights = experts.masked_fill(beyond, -1), weights.masked_fill(beyond, 0)
         return experts, self.renormalized(weights)
