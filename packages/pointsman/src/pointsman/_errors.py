@@ -18,8 +18,9 @@ def needing(what: str, extra: str) -> Iterator[None]:
     """Around the import of an optional package: a missing one is a RunError, "WHAT: pip install 'pointsman[EXTRA]'"."""
     try:
         yield
-    except ImportError:
-        raise RunError(f"{what}: pip install 'pointsman[{extra}]'") from None
+    except ImportError as error:
+        why = "" if isinstance(error, ModuleNotFoundError) else f" (installed, but {error})"
+        raise RunError(f"{what}{why}: pip install 'pointsman[{extra}]'") from None
 
 
 def did_you_mean(name: object, allowed: Iterable[str]) -> str:

@@ -34,7 +34,6 @@ MOST_VALUES = 2**22
 MOST_DEPTH = 32
 """Lists and objects within each other: written with indentation, each value takes a line as wide as it is deep."""
 
-
 _LONG = re.compile(r"[0-9]{19}")
 
 

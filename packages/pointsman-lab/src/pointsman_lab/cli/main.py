@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-from pointsman._errors import Stopped, did_you_mean
+from pointsman._errors import RunError, Stopped, did_you_mean
 from pointsman.parallel import STORE
 from pointsman_lab._values import name_fault, printable
 from pointsman_lab.cli.allocator import keep_freed_memory
@@ -137,9 +137,10 @@ def _main(words: Sequence[str]) -> int:
     if name not in OVER_RANKS and "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
         other = "start compare with --processes N" if name == "compare" else "this command runs in one process"
         return 2 if os.environ.get("RANK", "0") != "0" else fail(f"torchrun starts `pointsman train` only; {other}")
-    warnings.formatwarning = one_line
-    keep_freed_memory()
     try:
+        warnings.formatwarning = one_line
+        keep_freed_memory()
+        _check_folder()
         with interrupts_kept():
             return int(importlib.import_module(f"pointsman_lab.cli.{name}").run(words[1:]))
     except (Exception, KeyboardInterrupt) as error:
@@ -152,6 +153,14 @@ def _main(words: Sequence[str]) -> int:
         if os.environ.get("RANK", "0") == "0":  # of ranks that all read the same flags, one says so
             print(line, file=sys.stderr)
         return code
+
+
+def _check_folder() -> None:
+    """Where the current folder was removed, oneMKL ends the process while torch is imported."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise RunError("the current folder was removed: cd to another one") from None
 
 
 def _has_reader(output: TextIO) -> bool:
@@ -198,10 +207,14 @@ def explain(error: BaseException) -> tuple[int, str] | None:
         told = "; ".join([*str(error).splitlines()[:1], "a smaller model, batch_size or segment_length takes less"])
         return 2, as_line(f"out of memory: {told}")
     if isinstance(error, ImportError):
-        package = (error.name or "pointsman").partition(".")[0]
-        if package != "pointsman":
-            extra = next((f"'pointsman[{name}]'" for name, of in EXTRAS.items() if package in of), package)
+        package = (error.name or "").partition(".")[0]
+        extra = next((f"'pointsman[{name}]'" for name, of in EXTRAS.items() if package in of), package)
+        if package in ("pointsman", "pointsman_lab"):
+            return None
+        if isinstance(error, ModuleNotFoundError):
             return 2, as_line(f"the package {package!r} is not installed: pip install {extra}")
+        fitting = f"; pip install {extra} brings a version that fits" if extra != package else ""
+        return 2, as_line(f"an installed package cannot be loaded: {error}{fitting}")
     return None
 
 
@@ -216,7 +229,9 @@ def describe(error: OSError) -> str:
     if error.errno == errno.ENOSPC:
         return f"no space left on the disk{place}; nothing already saved is lost; free some space and run it again"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"no permission{place}; choose another folder with --out"
+        closed = error.filename and os.path.exists(error.filename)  # there, but it may not be read
+        within = error.filename and not os.access(os.path.dirname(error.filename) or ".", os.X_OK)
+        return f"no permission{place}{'' if closed or within else '; choose another folder with --out'}"
     return f"{error.strerror or error}{place}"
 
 

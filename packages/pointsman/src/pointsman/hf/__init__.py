@@ -2,8 +2,8 @@
 
 try:
     import transformers  # noqa: F401
-except ImportError as error:  # pragma: no cover
-    raise ImportError("pointsman.hf needs transformers: pip install 'pointsman[hf]'", name="transformers") from error
+except ModuleNotFoundError as none:  # pragma: no cover
+    raise ModuleNotFoundError("pointsman.hf needs transformers: pip install 'pointsman[hf]'", name=none.name) from none
 
 from pointsman.hf import experts as _experts
 from pointsman.hf.balance import balance
