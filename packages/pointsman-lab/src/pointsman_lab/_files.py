@@ -210,7 +210,9 @@ def read_json(file: Path) -> dict[str, Any] | None:
         return None
     except RunError:
         raise
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise RunError(f"{file} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
         raise RunError(f"{file}: not readable as JSON ({error})") from None
     if not isinstance(value, dict):
         raise RunError(f"{file}: a JSON object is expected, found {type(value).__name__}")

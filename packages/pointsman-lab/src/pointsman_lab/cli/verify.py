@@ -79,6 +79,8 @@ def kind_of(root: Path) -> str:
         raise RunError(f"{root}: no such folder")
     if root.is_file():
         return "a routing trace"
+    if not os.access(root, os.R_OK | os.X_OK):
+        raise RunError(f"{root}: no permission to read this folder")
     if root.name.startswith("step-") and not os.path.lexists(root / CONFIG):
         return "a checkpoint"
     for name, kind in ((COMPARISON, "a comparison"), ("exam.json", "an exam"), (AUDIT, "an audit")):
@@ -101,7 +103,7 @@ def faults(root: Path, kind: str) -> Iterator[str]:
         try:
             check()
         except OSError as error:
-            line = f"{place}: {error.strerror or error}"
+            line = f"{error.filename or place}: {error.strerror or error}"
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             line = " ".join((str(error) if isinstance(error, ValueError) else f"damaged: {error!r}").split())
             line = line if str(place) in line else f"{place}: {line}"
@@ -175,6 +177,8 @@ def entries(root: Path) -> Iterator[Path]:
 
 def _entry(root: Path, place: Path, theirs: bool) -> None:
     """The entry as such, and what a reader of files of this name makes of it."""
+    if place.is_dir() and not os.access(place, os.R_OK | os.X_OK):
+        raise RunError(f"{place}: no permission to read this folder")
     if theirs:  # the cache of the hub is made of links; transformers reads the files
         if not place.exists():
             raise RunError(f"{place}: a link to nothing")
