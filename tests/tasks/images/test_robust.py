@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -184,6 +185,13 @@ def test_the_uncertain_images_are_the_outliers(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("pointsman_lab.tasks.images.shifts.look", lambda *_: next(seen))
     [found] = on_outliers(model(), part(4), part(4), classes=None, top_k=(2,), frame=FRAME)["results"]
     assert (found["aupr"], found["auroc"], found["fpr95"]) == (1.0, 1.0, 0.0)
+
+
+def test_a_missing_scikit_learn_is_told_before_images_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    monkeypatch.setattr("pointsman_lab.tasks.images.shifts.look", lambda *_: pytest.fail("images were read"))
+    with pytest.raises(RunError, match=r"scikit-learn: pip install 'pointsman\[vision\]'"):
+        on_outliers(model(), part(4), part(4), classes=None, top_k=(2,), frame=FRAME)
 
 
 def test_outliers_have_low_confidence() -> None:

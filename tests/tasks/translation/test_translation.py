@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from pointsman_lab.data.task_streams import padded
 from pointsman_lab.recipes import preset
 from pointsman_lab.tasks.translation.data import ids_of, open_parallel
 from pointsman_lab.tasks.translation.model import TranslationConfig, Translator, search
-from pointsman_lab.tasks.translation.task import scorers
+from pointsman_lab.tasks.translation.task import Translation, scorers
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.run import load_run
 from pointsman_lab.training.task import pretraining_task
@@ -271,6 +273,13 @@ def test_a_tokenizer_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("sacrebleu.metrics.bleu.BLEU", missing)
     with pytest.raises(RunError, match=r"BLEU of 'ja' needs a tokenizer: pip install 'sacrebleu\[ja\]'"):
         scorers("ja")
+
+
+def test_training_does_not_begin_without_its_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sacrebleu.metrics.bleu", None)
+    task = SimpleNamespace(text=SimpleNamespace(target="en"))
+    with pytest.raises(RunError, match=r"BLEU needs sacrebleu: pip install 'pointsman\[translate\]'"):
+        Translation.objective(task, None, None)  # type: ignore[arg-type]
 
 
 def test_parts_that_are_no_pairs_are_named(folder: Path, tmp_path: Path) -> None:

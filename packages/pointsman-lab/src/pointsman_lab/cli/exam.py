@@ -50,7 +50,7 @@ def run(arguments: Sequence[str]) -> int:
     values = flags.read(arguments)
     if values.quick:
         flags.without_effect(values, ["--tasks", "--seeds"], "with --quick, which has its own")
-    from pointsman_lab.exam.card import Card, write_card
+    from pointsman_lab.exam.card import Card, told_card
     from pointsman_lab.exam.exam import collect, examine
     from pointsman_lab.processes import available_cores
 
@@ -61,9 +61,9 @@ def run(arguments: Sequence[str]) -> int:
             plan, out, jobs=values.jobs or available_cores(), progress=display, ended=lambda: None, stop=stop
         )
     card = Card(whole_plan.tasks, collect(whole_plan, out), whole_plan.rows)
-    page = write_card(card, out)
+    told = told_card(card, out)
     card.print()
-    print(f"\npage: {page}", file=sys.stderr)
+    print(f"\n{told}", file=sys.stderr)
     return 0
 
 

@@ -117,13 +117,13 @@ def run_open(words: Sequence[str]) -> int:
         for table in (each for entry in entries() for each in entry.tables(read_comparison(out))):
             table.write(out)
     if (out / EXAM).is_file():
-        from pointsman_lab.exam.card import Card, write_card
+        from pointsman_lab.exam.card import Card, told_card
         from pointsman_lab.exam.exam import collect, plan_in
 
         plan = plan_in(out)
         card = Card(plan.tasks, collect(plan, out), plan.rows)
         card.print()
-        print(f"page: {write_card(card, out)}", file=sys.stderr)
+        print(told_card(card, out), file=sys.stderr)
     else:
         print(write_page(out), file=sys.stderr)
     print(out)

@@ -8,13 +8,14 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from pointsman._errors import RunError
 from pointsman_lab._files import write_whole
 from pointsman_lab._grid import NONE, Grid
 from pointsman_lab._values import printable
 from pointsman_lab.exam.scores import TASKS, Cells, mean_of_runs, regret, scores, values
 from pointsman_lab.exam.student import ROWS
 from pointsman_lab.report.cell import LEAST_SEEDS, Paired
-from pointsman_lab.report.forms import Forms, fill
+from pointsman_lab.report.forms import Forms, check_jinja, fill
 
 COLUMNS = ("task", "router", "seed", "value", "score", "regret", "ami", "experts_used", "experts_per_token", "rate",
            "tuned")  # fmt: skip
@@ -159,3 +160,13 @@ def write_card(card: Card, out: Path) -> Path:
     caption = card.shown_grids()[0].caption
     page = fill("exam.html.j2", tasks=pages, rows=card.details(), fixed=ROWS, caption=caption, levels=LEVELS)
     return write_whole(out / "report.html", page)
+
+
+def told_card(card: Card, out: Path) -> str:
+    """`write_card`, and "page: …" for the user; where jinja2 is not installed, the tables alone and "no page: …"."""
+    try:
+        check_jinja()
+    except RunError as missing:
+        card.write(out)
+        return f"no page: {missing}"
+    return f"page: {write_card(card, out)}"

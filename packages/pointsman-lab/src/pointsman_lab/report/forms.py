@@ -73,14 +73,20 @@ document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark
 """
 
 
+def check_jinja() -> None:
+    """RunError if jinja2 is not installed."""
+    with needing("the report page needs jinja2", "report"):
+        import jinja2  # noqa: F401
+
+
 def fill(template: str, *, javascript: str = "", json: str = "", **values: Any) -> str:
     """A template of the page, filled; style sheet, scripts and data are inserted unescaped.
 
     The page's policy has the hashes of these scripts: a browser runs no other.
     """
-    with needing("the report page needs jinja2", "report"):
-        import jinja2
-        from markupsafe import Markup
+    check_jinja()
+    import jinja2
+    from markupsafe import Markup
 
     loader = jinja2.FunctionLoader(lambda name: asset(*reversed(name.rpartition("/")[::2])))
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, loader=loader)

@@ -13,7 +13,7 @@ from pointsman_lab._grid import NONE, Grid
 from pointsman_lab.registry import entries
 from pointsman_lab.report import protocol, series
 from pointsman_lab.report.audits import audit_parts, load_maps
-from pointsman_lab.report.forms import Forms, asset, embed, fill
+from pointsman_lab.report.forms import Forms, asset, check_jinja, embed, fill
 from pointsman_lab.report.inside import diagnosis_grid, inside
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.report.task_table import TaskTable, variants
@@ -48,6 +48,7 @@ def write_report(
     if samples:
         from pointsman_lab.report.samples import collect_all
 
+        check_jinja()  # before the samples, which take a while
         check_writable(page_path(out, comparison).parent)
         keep = page_path(out, comparison).absolute().is_relative_to(comparison.path.absolute())
         comparison = collect_all(comparison, note=note, keep=keep)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,14 +52,20 @@ def corruption_error(
     return float(np.mean([(float(np.mean(own)) - clean) / bases[name] for name, own in errors.items()]))
 
 
+def detection_library() -> Any:
+    """The module `sklearn.metrics`; RunError if it is not installed."""
+    with needing("detection of outliers needs scikit-learn", "vision"):
+        from sklearn import metrics
+    return metrics
+
+
 def detection(scores: Numbers, positive: NDArray[np.bool_]) -> dict[str, float]:
     """{"aupr", "auroc", "fpr95"}: average precision, area under the ROC curve, false positives at 95 % recall.
 
     The last one is at the threshold whose recall is nearest to 95 %, of several the lowest, as the code of
     natural-adv-examples takes it.
     """
-    with needing("detection of outliers needs scikit-learn", "vision"):
-        from sklearn import metrics
+    metrics = detection_library()
     false, found, _ = metrics.roc_curve(positive, scores, drop_intermediate=False)
     whole = int(np.argmax(found == 1)) + 1
     nearest = whole - 1 - int(np.argmin(np.abs(found[:whole][::-1] - 0.95)))

@@ -26,7 +26,7 @@ from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, eval_top_k
 from pointsman_lab.progress import check_stop
 from pointsman_lab.tasks.images.augment import evaluation_batches
 from pointsman_lab.tasks.images.part import ImagePart
-from pointsman_lab.tasks.images.scores import calibration, detection
+from pointsman_lab.tasks.images.scores import calibration, detection, detection_library
 from pointsman_lab.tasks.images.severities import PARAMETERS, SEVERITIES
 from pointsman_lab.tasks.images.task import HEADER, predictions
 from pointsman_lab.tasks.images.vit import VisionTransformer
@@ -218,6 +218,7 @@ def on_outliers(
         {"inliers", "outliers", "base_rate", "results": [{"top_k", "aupr", "auroc", "fpr95"}]}: an AUPR of the base rate
         is chance.
     """
+    detection_library()  # before the images are looked at, which takes a while
     results = []
     positive = np.arange(len(inliers) + len(outliers)) >= len(inliers)
     for k in eval_top_k(model, top_k):

@@ -125,6 +125,7 @@ class Translation(Task):
         )  # fmt: skip
 
     def objective(self, model: Any, config: RunConfig) -> Objective:
+        scorers(self.text.target)  # what the evaluation needs, before the training
         return objective_of(
             model, class_loss, logits_alone, label_smoothing=config.label_smoothing, weighted_by_targets=True
         )

@@ -1,0 +1,1 @@
+"""Templates, scripts and the style sheet of the page."""
