@@ -36,3 +36,14 @@ def test_a_line_fits_and_keeps_its_bar(width: int, title: str, monkeypatch: pyte
         assert "loss 5.432" in text
     if width == 160:
         assert "bits 7.800 k 8 12,345 tokens/s" in text
+
+
+def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """No bar can be drawn there, and a training of hours told nothing."""
+    console = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
+    monkeypatch.setattr(progress, "Console", lambda **_: console)
+    monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
+    with Display() as display:
+        display.phase("train", 20000)
+        display.advance(9000, FIGURES)
+    assert "train 9000/20000  loss 5.432" in capsys.readouterr().err

@@ -36,7 +36,7 @@ class Line:
     def __init__(self, bar: Progress, console: Console) -> None:
         self.title = ""
         self.console = console
-        self._bar, self._live = bar, console.is_terminal
+        self._bar, self._live = bar, not bar.disable
         self._task: TaskID | None = None
         self._phase, self._total, self._printed, self._started, self._first = "", 0, 0.0, 0.0, 0
 
@@ -80,7 +80,8 @@ class Display(Line):
     def __init__(self) -> None:
         console = Console(stderr=True)
         columns = _columns(console.width)
-        super().__init__(Progress(*columns, console=console, transient=True, disable=not console.is_terminal), console)
+        live = console.is_terminal and not console.is_dumb_terminal  # rich shows nothing on a dumb one
+        super().__init__(Progress(*columns, console=console, transient=True, disable=not live), console)
 
     def __enter__(self) -> Display:
         self._bar.start()
