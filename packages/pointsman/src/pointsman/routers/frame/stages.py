@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from pointsman.ops.linear import HALF
 from pointsman.ops.selection import top_k
@@ -82,6 +82,13 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     dtype = torch.float32 if hidden.dtype in HALF else hidden.dtype
     weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     return F.linear(hidden.to(dtype), weight, bias)
+
+
+class Map(nn.Linear):
+    """W x + b in the dtype of x, which routers compute in."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return linear(hidden, self.weight, self.bias)
 
 
 def extended(scorer: Scorer, extension: Any) -> Any:

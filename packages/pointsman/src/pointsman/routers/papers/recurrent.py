@@ -11,17 +11,10 @@ from torch import Tensor, nn
 
 from pointsman.routers.frame.entries import Count, LayerSpec, register_router
 from pointsman.routers.frame.stage_values import Scored
-from pointsman.routers.frame.stages import Scorer, Stages, linear
+from pointsman.routers.frame.stages import Map, Scorer, Stages
 from pointsman.routing import RoutingContext
 
 NORM_EPS = 1e-5
-
-
-class Map(nn.Linear):
-    """W x + b in the dtype of x, which routers compute in."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self.weight, self.bias)
 
 
 class Cell(nn.Module):

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from pointsman.ops.linear import orthogonal_, upcast
 from pointsman.routers.frame.entries import Allowed, LayerSpec, Positive, register_router
-from pointsman.routers.frame.stages import Normalizer, Scorer, Stages, linear
-from pointsman.routers.papers.recurrent import Map
+from pointsman.routers.frame.stages import Map, Normalizer, Scorer, Stages, linear
 from pointsman.routing import RoutingContext
 
 NORM_FLOOR = 1e-4  # norms are clamped from below, so that a zero token has cosine 0
