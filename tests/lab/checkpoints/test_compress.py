@@ -341,6 +341,7 @@ def test_an_uneven_model_is_verified_beside_an_even_one_and_stays_a_model(tmp_pa
         ("mixtral", {"experts": 8}, "allowed are 2 to 7"),
         ("deepseek_v3", {"experts": 5}, "multiples of 2"),
         ("deepseek_v3", {"experts": 2}, "allowed are 4 to 7"),
+        ("deepseek_v3", {"experts": 2}, "allowed are 4 to 7, multiples of 2, its groups$"),
         ("inkling", {}, "of which some are shared"),
         ("deepseek_v3", {"method": "m-smoe"}, "2 groups of experts limit the choice"),
         ("llama4", {}, "Llama4Router is not a plain one"),

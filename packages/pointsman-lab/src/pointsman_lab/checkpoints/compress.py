@@ -170,10 +170,10 @@ def compress(
     if not (0 < experts < 1 or (experts >= 1 and float(experts).is_integer())):
         raise ValueError(f"compress: experts={experts!r}: allowed are a share below 1 or a whole number")
     kept = round(number * experts) if experts < 1 else int(experts)
-    if not least <= kept < number:
-        raise ValueError(f"compress: experts={experts:g} keeps {kept} of {number}: allowed are {least} to {number - 1}")
-    if kept % limits:
-        raise ValueError(f"compress: experts={experts:g} keeps {kept}: allowed are multiples of {limits}, its groups")
+    if not least <= kept < number or kept % limits:
+        steps = "" if limits == 1 else f", multiples of {limits}, its groups"
+        allowed = f"allowed are {least} to {number - 1}{steps}"
+        raise ValueError(f"compress: experts={experts:g} keeps {kept} of {number}: {allowed}")
     tell = note or (lambda _: None)
     batches, domain_of = _read(model, tokenizer, texts, length, batch_size, max_tokens)
     calibrate, held_out = halves(batches)

@@ -75,11 +75,11 @@ def run(words: Sequence[str]) -> int:
             result["margins"] = flips(*found.undone)
             print(f"\n{_flips(result['margins'])}")
     else:
+        cached = cache(first, values.cache) if values.cache else {}
         placed = place(first, values.devices, spare=values.spare, batch=values.batch_size)
         batch = min(values.batch_size, first.tokens - first.tokens // 2)  # as `place` takes them
         print(f"largest load of a device over the mean, {values.devices} devices, batches of {batch:,} tokens")
         print(_by_layer(placed, "{:.3f}"))
-        cached = cache(first, values.cache) if values.cache else {}
         if cached:
             print(
                 f"\nshare of choices found in a cache of {values.cache} experts a layer\n{_by_layer(cached, '{:.1%}')}"
