@@ -19,10 +19,15 @@ from pointsman.routing import RoutingContext
 
 
 class ByTokenIds(Scorer):
-    """Reads token ids, and has the scores of `gate` inside (None: 0)."""
+    """Reads token ids, and has the scores of `gate` inside (None: 0).
+
+    Attributes:
+        counted: the option that needs the counts of token ids first (`calibrate`); "": none.
+    """
 
     needs = frozenset({"token_ids"})
-    name = ""
+    name = counted = ""
+    ready: Tensor
 
     def __init__(self, gate: Scorer | None, num_experts: int, vocab_size: int) -> None:
         super().__init__()
@@ -41,12 +46,8 @@ class ByTokenIds(Scorer):
         return {} if self.gate is None else self.gate.below
 
     def ids(self, context: RoutingContext) -> Tensor:
-        """The context's token ids [B, T]; 0 for padding.
-
-        Raises:
-            ValueError: an id that is not in the table. On a GPU, which would have to be waited for, and under
-                torch.compile the look-up itself raises.
-        """
+        """The context's token ids [B, T]; 0 for padding. ValueError for an id that is not in the table: on a GPU, which
+        would have to be waited for, and under torch.compile the look-up itself raises."""
         ids = context.token_ids
         assert ids is not None  # `needs` was checked
         if context.padding_mask is not None:
@@ -54,7 +55,30 @@ class ByTokenIds(Scorer):
         looked_at = ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling()
         if looked_at and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
             raise ValueError(f"{self.name}: a token id is outside 0 to {self.vocab_size - 1}, the ids of the table")
+        if self.counted and not torch.compiler.is_compiling() and not bool(self.ready):
+            told = f"{self.counted} needs the counts of token ids: call router.score.calibrate(counts)"
+            raise ValueError(f"{self.name}: {told}")
         return ids if looked_at else ids.masked_fill(ids < 0, self.vocab_size)  # which would count from the end
+
+    def calibrate(self, counts: Sequence[int] | Tensor) -> None:
+        """Makes what the option needs (`fill`) of `counts` [V]: how often each id is in the training data.
+
+        Raises:
+            ValueError: not one count for every id, or a negative one.
+        """
+        numbers = torch.as_tensor(counts)
+        if numbers.shape != (self.vocab_size,) or bool((numbers < 0).any()):
+            raise ValueError(f"{self.name}: calibrate needs {self.vocab_size} counts from 0, one for each token id")
+        self.fill(numbers)
+        self.ready.fill_(True)
+
+    def fill(self, counts: Tensor) -> None:
+        raise NotImplementedError
+
+    @property
+    def needs_counts(self) -> bool:
+        """Whether `calibrate` must be called first."""
+        return bool(self.counted) and not bool(self.ready)
 
     def strides(self, draw: torch.Generator) -> Tensor:
         """[V]: a number coprime to E for each id, so that (e_0 + j stride) mod E is an order of all experts."""
@@ -86,13 +110,12 @@ class TableScorer(ByTokenIds):
     name = "hash"
     table: Tensor
     stride: Tensor
-    ready: Tensor
 
     def __init__(
         self, gate: Scorer | None, num_experts: int, vocab_size: int, kind: str, seed: int, columns: int = 1
     ) -> None:
         super().__init__(gate, num_experts, vocab_size)
-        self.kind = kind
+        self.kind, self.counted = kind, "" if kind == "random" else f"kind={kind}"
         draw = torch.Generator().manual_seed(seed)
         table = torch.randint(num_experts, (vocab_size,), generator=draw)
         if columns > 1:
@@ -101,29 +124,13 @@ class TableScorer(ByTokenIds):
         self.register_buffer("stride", self.strides(draw))
         self.register_buffer("ready", torch.tensor(kind == "random"))
 
-    def calibrate(self, counts: Sequence[int] | Tensor) -> None:
-        """Fills the table of `kind=balanced`: ids by falling count, each to the expert with the least counted tokens.
-
-        Args:
-            counts: [V], how often each id is in the training data.
-
-        Raises:
-            ValueError: not one count for every id, or a negative one.
-        """
-        numbers = torch.as_tensor(counts).tolist()
-        if len(numbers) != self.vocab_size or min(numbers, default=0) < 0:
-            raise ValueError(f"hash: calibrate needs {self.vocab_size} counts from 0, one for each token id")
-        loads, table = [0] * self.num_experts, [0] * self.vocab_size
+    def fill(self, counts: Tensor) -> None:
+        """The table of `kind=balanced`: ids by falling count, each to the expert with the least counted tokens."""
+        numbers, loads, table = counts.tolist(), [0] * self.num_experts, [0] * self.vocab_size
         for index in sorted(range(self.vocab_size), key=lambda one: -numbers[one]):
             table[index] = loads.index(min(loads))
             loads[table[index]] += int(numbers[index])
         self.table.copy_(torch.tensor(table))
-        self.ready.fill_(True)
-
-    @property
-    def needs_counts(self) -> bool:
-        """Whether `calibrate` must be called first."""
-        return self.kind == "balanced" and not bool(self.ready)
 
     def set_table(self, table: Tensor) -> None:
         """Takes a table of a trained model.
@@ -145,8 +152,6 @@ class TableScorer(ByTokenIds):
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
         ids = self.ids(context)
-        if self.kind != "random" and not torch.compiler.is_compiling() and not bool(self.ready):
-            raise ValueError("hash: kind=balanced needs the counts of token ids: call router.score.calibrate(counts)")
         columns = self.table[ids] if self.table.dim() > 1 else self.table[ids][..., None]
         return self.inside(hidden, context, columns=columns, stride=self.stride[ids])
 

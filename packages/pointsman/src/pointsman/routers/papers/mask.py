@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -30,41 +29,22 @@ class MaskedScorer(ByTokenIds):
     first: Tensor
     stride: Tensor
     width: Tensor
-    ready: Tensor
 
     def __init__(self, gate: Scorer, num_experts: int, vocab_size: int, visible: int, rare: int, seed: int) -> None:
         super().__init__(gate, num_experts, vocab_size)
-        self.visible, self.rare = visible, rare
+        self.visible, self.rare, self.counted = visible, rare, "rare" if rare else ""
         draw = torch.Generator().manual_seed(seed)
         self.register_buffer("first", torch.randint(num_experts, (vocab_size,), generator=draw))
         self.register_buffer("stride", self.strides(draw))
         self.register_buffer("width", torch.full((vocab_size,), visible))
         self.register_buffer("ready", torch.tensor(rare == 0))
 
-    def calibrate(self, counts: Sequence[int] | Tensor) -> None:
-        """Gives one visible expert to every id with fewer than `rare` occurrences.
-
-        Args:
-            counts: [V], how often each id is in the training data.
-
-        Raises:
-            ValueError: not one count for every id, or a negative one.
-        """
-        numbers = torch.as_tensor(counts)
-        if numbers.shape != (self.vocab_size,) or bool((numbers < 0).any()):
-            raise ValueError(f"mask: calibrate needs {self.vocab_size} counts from 0, one for each token id")
-        self.width.copy_(torch.where(numbers < self.rare, 1, self.visible))
-        self.ready.fill_(True)
-
-    @property
-    def needs_counts(self) -> bool:
-        """Whether `calibrate` must be called first."""
-        return not bool(self.ready)
+    def fill(self, counts: Tensor) -> None:
+        """One visible expert for every id with fewer than `rare` occurrences."""
+        self.width.copy_(torch.where(counts < self.rare, 1, self.visible))
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
         ids = self.ids(context)
-        if self.rare and not torch.compiler.is_compiling() and not bool(self.ready):
-            raise ValueError("mask: rare needs the counts of token ids: call router.score.calibrate(counts)")
         places = torch.arange(self.num_experts, device=hidden.device)
         order = (self.first[ids][..., None] + places * self.stride[ids][..., None]) % self.num_experts
         seen = torch.zeros_like(order, dtype=torch.bool).scatter(-1, order, places < self.width[ids][..., None])
