@@ -382,6 +382,7 @@ def test_specs_with_a_rule_that_cannot_be_used() -> None:
     for spec, words in (
         ("xmoe:gate=sigmoid", "'gate' works with 'smoe', 'loss-free', 'sparsemixer' without a mixer"),
         ("smoe:scale=2+similarity", "'scale' works with"),
+        ("smoe:gate=softmax:variance=0.1", "its loss 'variance' would train nothing there"),
         ("loss-free:capacity=2", "never drops tokens"),
     ):
         with pytest.raises(ValueError, match=words):
