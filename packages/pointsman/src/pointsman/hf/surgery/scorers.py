@@ -143,7 +143,7 @@ def adapted(router: Router, weight: Tensor | None, bias: Tensor | None) -> Score
     """
     starts_at = entry(parse_spec(router.spec).router).starts_at
     own_rule = has_own_rule(router.spec)
-    if (type(router.select) is not TopK or starts_at is not None or router.losses) and not own_rule:
+    if (type(router.select) is not TopK or starts_at is not None) and not own_rule:
         raise ValueError(f"replace_routers: {router.spec!r} {BY_SELECTION}")
     if router.losses:
         raise ValueError(f"replace_routers: {router.spec!r}: its loss {min(router.losses)!r} would train nothing there")

@@ -55,7 +55,7 @@ class ByTokenIds(Scorer):
         looked_at = ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling()
         if looked_at and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
             raise ValueError(f"{self.name}: a token id is outside 0 to {self.vocab_size - 1}, the ids of the table")
-        if self.counted and not torch.compiler.is_compiling() and not bool(self.ready):
+        if not torch.compiler.is_compiling() and self.needs_counts:
             told = f"{self.counted} needs the counts of token ids: call router.score.calibrate(counts)"
             raise ValueError(f"{self.name}: {told}")
         return ids if looked_at else ids.masked_fill(ids < 0, self.vocab_size)  # which would count from the end
@@ -73,6 +73,7 @@ class ByTokenIds(Scorer):
         self.ready.fill_(True)
 
     def fill(self, counts: Tensor) -> None:
+        """What `calibrate` makes of checked counts [V], in a scorer that has `counted`."""
         raise NotImplementedError
 
     @property
