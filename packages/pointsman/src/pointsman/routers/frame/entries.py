@@ -33,12 +33,7 @@ def has_one_k(spec: str) -> bool:
 
 
 class Allowed(NamedTuple):
-    """Which values an option may have: part of its annotation, as in `Annotated[float, Allowed("numbers from 0", …)]`.
-
-    Attributes:
-        words: for errors.
-        holds: whether a value is allowed.
-    """
+    """Which values an option may have, in words and as a test: part of its annotation, as in `NotNegative`."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -295,11 +290,7 @@ def list_mixers() -> list[str]:
 
 
 def entry(name: str) -> Entry:
-    """The registered router or mixer of that name.
-
-    Raises:
-        ValueError: there is none; names the nearest.
-    """
+    """The registered router or mixer of that name; ValueError, which names the nearest, if there is none."""
     known = ROUTERS | MIXERS
     if name not in known:
         raise ValueError(f"unknown router {name!r}: {did_you_mean(name, known | BASELINES)}")

@@ -74,11 +74,7 @@ class Scorer(Stage):
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """hidden [..., dim] times weight [E, dim] transposed, plus bias [E]: [..., E], in at least float32.
-
-    Args:
-        hidden: of any precision; upcast to at least float32, like weight and bias.
-    """
+    """hidden [..., dim] times weight [E, dim] transposed, plus bias [E]: [..., E], all upcast to at least float32."""
     dtype = torch.float32 if hidden.dtype in HALF else hidden.dtype
     weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     return F.linear(hidden.to(dtype), weight, bias)
@@ -241,10 +237,12 @@ class Selector(Stage):
         """For `tokens` tokens in `batch` sequences: rows that the experts work on, and multiply-adds besides."""
         return tokens * min(k, self.most), 0
 
-    def whole_batch(self, rows: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, slice]:
-        """The batch of all ranks as one group: rows [1, N, E] of [B, T, E], mask [1, N] of [B, T], and this rank's N
-        rows among them."""
-        flat = rows.flatten(0, 1)
+    def grouped(self, rows: Tensor, mask: Tensor | None, group: str) -> tuple[Tensor, Tensor | None, slice]:
+        """Rows [B, T, E] and mask [B, T] as they are, or with `group` "batch" all ranks' as one group, [1, N, E] and
+        [1, N], without gradients; and this rank's tokens among them."""
+        if group != "batch":
+            return rows, mask, slice(None)
+        flat = rows.detach().flatten(0, 1)
         own = slice(self.ranks.rank * len(flat), (self.ranks.rank + 1) * len(flat))
         every = None if mask is None else self.ranks.gather_rows(mask.reshape(-1))[None]
         return self.ranks.gather_rows(flat)[None], every, own

@@ -178,9 +178,7 @@ class Assigned(Selector):
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
         choice = scores.choice.detach()
         if self.training:
-            mask, own = context.padding_mask, slice(None)
-            if self.group == "batch":
-                choice, mask, own = self.whole_batch(choice, mask)
+            choice, mask, own = self.grouped(choice, context.padding_mask, self.group)
             experts = balanced_assignment(choice, mask, k).flatten(0, 1)[own]
         else:
             experts = top_k(choice.flatten(0, 1), k)

@@ -71,10 +71,8 @@ class ExpertsChoose(Selector):
         self.batch_invariant = group == "sequence"
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> Selection:
-        probs, mask = scores.probs, context.padding_mask
-        choice, own = probs, slice(None)  # tokens are compared: logits of different tokens cannot be
-        if self.group == "batch":
-            choice, mask, own = self.whole_batch(choice.detach(), mask)
+        probs = scores.probs  # tokens are compared: logits of different tokens cannot be
+        choice, mask, own = self.grouped(probs, context.padding_mask, self.group)
         token, expert, member = best_tokens(choice, mask, k / probs.shape[-1])
         if self.ranks.count > 1 and self.group == "batch":  # this rank's tokens among all
             here = (token >= own.start) & (token < own.stop)

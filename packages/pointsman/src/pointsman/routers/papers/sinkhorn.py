@@ -78,9 +78,7 @@ class Sinkhorn(Selector):
             with torch.no_grad():
                 # a mixer hands on probabilities; their logarithms are what it made of the logits
                 logits = choice if choice is scores.logits else choice.clamp_min(torch.finfo(choice.dtype).tiny).log()
-                mask, own = context.padding_mask, slice(None)
-                if self.group == "batch":
-                    logits, mask, own = self.whole_batch(logits, mask)
+                logits, mask, own = self.grouped(logits, context.padding_mask, self.group)
                 logits = logits / self.temperature
                 choice = (logits + column_potentials(logits, mask, self.iterations)).flatten(0, 1)[own]
         experts = top_k(choice.reshape(-1, choice.shape[-1]), k)
