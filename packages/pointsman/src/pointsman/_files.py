@@ -68,9 +68,7 @@ def parse_json(text: str) -> Any:
 def open_ordinary(file: Path, flags: int = os.O_RDONLY) -> int:
     """A descriptor of an ordinary file that the user named; links are followed, nothing is truncated or waited for.
 
-    Raises:
-        RunError: it is a folder, a device or a pipe.
-        OSError: it is missing, or the system refuses it.
+    RunError for a folder, a device or a pipe; OSError where it is missing, or the system refuses it.
     """
     assert not flags & getattr(os, "O_TRUNC", 0)
     descriptor = os.open(file, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0), 0o666)
@@ -88,10 +86,8 @@ def owner() -> str:
 def is_abandoned(name: str, age: float = 0.0) -> bool:
     """Whether the `owner` that a name begins with runs no more.
 
-    A process of this machine is looked for. One of another machine, which a shared disk may show, has a day.
-
-    Args:
-        age: seconds since the file was changed; 0: what another machine wrote is kept.
+    A process of this machine is looked for. One of another machine, which a shared disk may show, has a day since the
+    file was changed, `age` seconds ago; 0: it is kept.
     """
     found = _OWNER.match(name)
     if found is None:
@@ -130,10 +126,8 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
 def replacing(file: Path) -> Iterator[Path]:
     """An empty new file beside `file`, which takes its place at the end: readers see the old content or the new one.
 
-    Both are named relative to the open folder: whatever takes its place meanwhile, nothing is written there.
-
-    Raises:
-        RunError: what the disk refuses, or a device or pipe there; the old content is untouched.
+    Both are named relative to the open folder: whatever takes its place meanwhile, nothing is written there. RunError
+    for what the disk refuses, or a device or pipe there: the old content is then untouched.
     """
     if os.path.realpath(file.parent) == "/dev" or (file.exists() and not file.is_file() and not file.is_dir()):
         raise RunError(f"{file}: no ordinary file, so nothing takes its place")

@@ -101,11 +101,8 @@ class LossDelivery(nn.Module):
         return kept
 
     def take(self) -> list[Tensor]:
-        """The live losses of the training forwards since the last call; each once.
-
-        Raises:
-            ValueError: there were such forwards, all without gradients.
-        """
+        """The live losses of the training forwards since the last call, each once; ValueError if all these were
+        without gradients."""
         found = [kept for one in self._kept if (kept := one()) is not None and not kept.passed]
         if self._compiled is not None:
             found.append(self._compiled)

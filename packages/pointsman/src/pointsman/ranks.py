@@ -41,11 +41,7 @@ class Ranks:
         return self.rank == 0
 
     def rows(self, batch: int) -> slice:
-        """This rank's rows of a batch.
-
-        Raises:
-            RunError: the batch cannot be divided evenly.
-        """
+        """This rank's rows of a batch; RunError if it cannot be divided evenly."""
         if batch % self.count:
             allowed = ", ".join(str(one) for one in range(1, batch + 1) if batch % one == 0)
             raise RunError(f"{self.count} ranks cannot share a batch of {batch} rows evenly; {allowed} can")
@@ -112,11 +108,8 @@ class Ranks:
         return torch.cat(parts)
 
     def agree(self, value: Any, what: str) -> None:
-        """Checks that all ranks have equal values.
-
-        Raises:
-            RunError: naming the first rank that differs from rank 0 and, of mappings, the first key that does.
-        """
+        """RunError unless all ranks have equal values: names the first rank that differs from rank 0, of mappings also
+        the first key."""
         if self.count == 1:
             return
         values = self.gather(value)
@@ -143,19 +136,14 @@ class Ranks:
         return values
 
     def by_first(self, function: Callable[[], T]) -> T:
-        """What the function returns on rank 0, which alone calls it; what it raises there is raised on every rank.
-
-        Raises:
-            RunError: it raised one, or the system refused it something.
-        """
+        """What the function returns on rank 0, which alone calls it; RunError on every rank as of `each`."""
         return self.each(lambda: function() if self.first else None)[0]  # type: ignore[return-value]
 
     def each(self, function: Callable[[], T]) -> list[T]:
         """What the function returns on every rank, in order.
 
-        Raises:
-            RunError: the function raised one on some rank, or the system refused it something; on all ranks, and the
-                message names the first such rank unless it is 0.
+        RunError on all of them if it raised one on some rank, or the system refused it something: the message names
+        the first such rank unless it is 0.
         """
         if self.count == 1:
             return [function()]

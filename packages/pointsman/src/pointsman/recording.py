@@ -68,8 +68,7 @@ class _OwnListener:
 def listener(model: nn.Module, asked: str) -> Any:
     """What observes the routers of a model, or the gates of a Hugging Face MoE: `_OwnListener`, or the same of gates.
 
-    Raises:
-        ValueError: layers share a router; or the model has neither, a message that begins with `asked`, the caller.
+    ValueError, which begins with `asked`, if the model has neither, or if its layers share a router.
     """
     if is_huggingface(model):
         from pointsman.hf.listen import GateListener  # transformers is imported only for its own models

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -135,12 +135,10 @@ class RoutingMonitor:
         """
         self._batches += step != self._step
         self._step = step
-        handles = self._listener.hooks(self._update)
-        try:
+        with ExitStack() as inside:
+            for handle in self._listener.hooks(self._update):
+                inside.enter_context(handle)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _update(self, name: str, routing: Routing, context: RoutingContext | None, hidden: Tensor) -> None:
         if in_backward():

@@ -25,15 +25,6 @@ def apply_experts(
     Under autocast hidden states and weights are cast, and so is the output; float64, as everywhere in torch, is not.
     With dropout one number is drawn on a CPU from the default generator, whatever the routing: runs that route
     differently stay aligned in all other random draws. On CUDA it is one for each assignment and hidden unit.
-
-    Args:
-        hidden: [tokens, dim].
-        routing: whose experts and weights are combined.
-        activation: "relu", "gelu" or "silu".
-        dropout: probability with which hidden units of an expert are dropped (0 in evaluation).
-
-    Returns:
-        [tokens, dim], in the dtype of `hidden`, or autocast's.
     """
     dtype = autocast_dtype(hidden, parameters.w_in)
     if dtype is None:

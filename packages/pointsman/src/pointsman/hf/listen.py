@@ -52,11 +52,8 @@ class GateListener:
         self._given = Given(model)
 
     def hooks(self, observe: Callable[..., object], strict: bool = True) -> list[RemovableHandle]:
-        """Calls `observe` (`control.Observer`) for every gate.
-
-        Args:
-            strict: a gate that cannot be observed is an error; else it is kept in `unsupported`.
-        """
+        """Calls `observe` (`recording.Observer`) for every gate; one that cannot be observed is an error if `strict`,
+        else kept in `unsupported`."""
         handles = self._given.hooks()
         for name, module in self.gates.items():
             observed = getattr(module, "pointsman", module)

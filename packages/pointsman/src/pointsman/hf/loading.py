@@ -19,8 +19,7 @@ INFORMED: Any = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 def load_model(name: str, *, dtype: str = "auto", device: str = "cpu", masked: bool = False) -> Any:
     """A language model, of a decoder or of encoder and decoder; `masked`: of an encoder.
 
-    Raises:
-        RunError: it cannot be loaded, or lacks weights, which would be drawn at random.
+    RunError if it cannot be loaded, or lacks weights, which would be drawn at random.
     """
 
     def load() -> Any:

@@ -57,8 +57,7 @@ def gate_top_k(gate: Gate) -> TopKField:
 def top_k_fields(model: nn.Module, k: int) -> list[TopKField]:
     """All attributes that must be set to change k: gates, replaced routers, copies in models (aux_loss) and configs.
 
-    Raises:
-        ValueError: k is out of range for a layer, or the layer's class accepts no other k; nothing has changed.
+    ValueError if k is out of range for a layer, or the layer's class accepts no other k.
     """
     gates, reasons = survey(model)
     if reasons or not gates:

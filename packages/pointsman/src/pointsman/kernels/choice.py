@@ -14,8 +14,7 @@ OLDEST = (3, 3)  # Triton's versions before lack operations that the kernels use
 
 @cache
 def without_triton(capability: tuple[int, int] | None) -> str | None:
-    """Why Triton's kernels cannot be used on a device of this compute capability (None: no CUDA device); None if they
-    can."""
+    """Why Triton's kernels cannot run on a device of this compute capability (None: no CUDA device); None: they can."""
     try:
         import triton
     except ImportError:
@@ -29,11 +28,8 @@ def without_triton(capability: tuple[int, int] | None) -> str | None:
 
 
 def with_triton(tensor: Tensor) -> bool:
-    """Whether our kernels are chosen (`Kernels.gpu`), for work on the device of this tensor.
-
-    Raises:
-        ValueError: they are, and cannot run there.
-    """
+    """Whether our kernels are chosen (`Kernels.gpu`), for work on the device of this tensor; ValueError if they are and
+    cannot run there."""
     if not tensor.is_cuda or not triton_wanted():
         return False
     as_constant(_check, tensor.device)

@@ -47,11 +47,8 @@ def orthogonal_(weight: Tensor, gain: float = 1.0) -> Tensor:
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`: hidden [..., in], weight [out, in], bias [out] -> [..., out].
-
-    Args:
-        hidden: in the dtype of `weight`; or in half precision, with a float32 weight: then it is upcast.
-    """
+    """`F.linear`: hidden [..., in], weight [out, in], bias [out] -> [..., out]; hidden in half precision is upcast to
+    float32 where the weight is."""
     if hidden.dtype != weight.dtype and not autocast_enabled(hidden.device.type):
         hidden = upcast(hidden)
     return F.linear(hidden, weight, bias)

@@ -25,11 +25,8 @@ class Workspace:
     """Memory by name, in the dtype and on the device of `like`. It grows where a shape needs more.
 
     Blocks of attention differ in size. On a CPU memory of its own for each fragments the heap of glibc: at 16,384
-    tokens a gigabyte in pieces too small for the next block.
-
-    Args:
-        like: a tensor.
-        least: elements of every memory: those of the largest shape, if it does not come first.
+    tokens a gigabyte in pieces too small for the next block. Every memory has at least `least` elements: those of the
+    largest shape, if it does not come first.
     """
 
     def __init__(self, like: Tensor, least: int = 0) -> None:

@@ -52,9 +52,7 @@ class Layout:
     def parse(cls, text: str, world: int) -> Layout:
         """The layout that `experts=8,replicas=2` describes; "" = everything in shards.
 
-        Raises:
-            RunError: an unknown part, a part named twice, something else than a whole number, or a division that does
-                not come out even.
+        RunError for an unknown part, one named twice, no whole number, or a division that does not come out even.
         """
         parts: dict[str, int] = {}
         for item in filter(None, (item.strip() for item in text.split(","))):

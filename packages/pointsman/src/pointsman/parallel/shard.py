@@ -105,11 +105,8 @@ def parallelize(
 
 
 def check_layers(model: nn.Module, layout: Layout) -> dict[str, MoE]:
-    """The MoE layers of a model, which may be on meta, by name.
-
-    Raises:
-        RunError: one whose experts the layout does not divide, or that only one process can train.
-    """
+    """The MoE layers of a model, which may be on meta, by name; RunError for one whose experts the layout does not
+    divide, or that only one process can train."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     for name, layer in layers.items():
         router = layer.router

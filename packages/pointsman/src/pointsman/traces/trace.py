@@ -96,7 +96,7 @@ class RoutingTrace:
     def top_k(self, layer: str) -> int:
         return self.experts[layer].shape[1]
 
-    def rows(self, rows: Tensor, lengths: Tensor, hashes: Tensor | None = None) -> RoutingTrace:
+    def rows(self, rows: Tensor, lengths: Tensor, hashes: Tensor | None = None) -> Self:
         """The trace of some tokens, in another order: rows [n] int64, as sequences of these lengths."""
         parts = {part: {name: one[rows] for name, one in getattr(self, part).items()} for part in PARTS}
         return replace(self, lengths=lengths, hashes=hashes, **parts)  # type: ignore[arg-type]
@@ -202,11 +202,8 @@ class TraceWriter:
     def add(
         self, layer: str, num_experts: int, experts: Tensor, weights: Tensor | None = None, logits: Tensor | None = None
     ) -> None:
-        """More tokens of one layer: experts [n, k], weights [n, k], logits [n, E].
-
-        Raises:
-            ValueError: k or E is not that of the layer's earlier tokens, or a part is missing.
-        """
+        """More tokens of one layer: experts [n, k], weights [n, k], logits [n, E]; ValueError if k or E is not that of
+        the layer's earlier tokens, or a part is missing."""
         if num_experts > torch.iinfo(torch.int16).max:
             raise ValueError(f"layer {layer!r}: {num_experts:,} experts; a trace holds at most 32,767")
         if self.num_experts.setdefault(layer, num_experts) != num_experts:
@@ -234,11 +231,7 @@ class TraceWriter:
             self._hashes.append(hashes.to("cpu", torch.int64))
 
     def forward(self, layer: str, routing: Routing, context: RoutingContext | None, ids: Tensor | None) -> None:
-        """One layer's routing of one forward; padding is left out.
-
-        Args:
-            ids: [B, T], the token ids that the forward was given, where they are known.
-        """
+        """One layer's routing of a forward, given these token ids [B, T] where they are known; padding is left out."""
         ids = context.token_ids if ids is None and context is not None else ids
         ids = ids if ids is None or ids.dim() > 1 else ids[None]
         mask = None if context is None else context.padding_mask

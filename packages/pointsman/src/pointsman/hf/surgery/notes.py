@@ -37,15 +37,10 @@ def below(name: str, home: str) -> str:
 
 
 def keeper_of(name: str, gates: Iterable[str], homes: Mapping[str, PreTrainedModel]) -> str:
-    """The model in whose configuration the router of a gate is noted.
+    """The model in whose configuration the router of the gate `name`, of all `gates`, is noted.
 
     It is the innermost one whose configuration is saved (SwitchTransformers gives encoder and decoder a copy), and that
     contains all gates with this configuration (encoder and decoder of NLLB-MoE share theirs).
-
-    Args:
-        name: the gate.
-        gates: all gates.
-        homes: of `homes_of`.
     """
     around = sorted((home for home in homes if inside(name, home)), key=len)
     saved = set(map(id, _configs(homes[around[0]].config)))

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,12 +135,12 @@ def rows(count: int, seed: int = 1, equal: bool = True) -> Tensor:
     return found.expand(count, -1).clone()
 
 
-def batch(ids: Tensor, padding: int = 0, shown: bool = True) -> Batch:
+def batch(ids: Tensor, padding: int = 0) -> Batch:
     """A micro-batch; the last `padding` tokens of each row are padding."""
     labels, mask = ids.clone(), torch.ones_like(ids)
     if padding:
         labels[:, -padding:], mask[:, -padding:] = -100, 0
-    return {"input_ids": ids, "labels": labels, **({"attention_mask": mask} if shown else {})}
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
 def packed(ids: Tensor) -> Batch:
@@ -169,20 +170,12 @@ def gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         if not any(callable(one) for one in (*args[1:], *kwargs.values())):  # a closure makes the gradients in the step
             keep(optimizer, args, kwargs)
 
-    handles = (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(keep))
-    try:
+    with register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(keep):
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def stepped(trainer: Trainer, steps: Sequence[Sequence[Batch]], setting: Setting) -> dict[str, Tensor]:
-    """The gradients of the first of these steps.
-
-    Raises:
-        AssertionError: no optimizer step of the model's parameters was made.
-    """
+    """The gradients of the first of these steps; AssertionError if no optimizer made one on the model's parameters."""
     model = trainer.model(setting)
     with gradients(model) as found:
         trainer.train(model, steps, setting)
@@ -209,22 +202,19 @@ def hidden_states(trainer: Trainer, model: nn.Module, batches: Sequence[Batch]) 
     """For each micro-batch what each gate reads, [tokens, dim], in a plain forward."""
     found: list[list[Tensor]] = []
     gates = [gate for gate, _ in trainer.gates(model)]
-    handles = []
-    for place, gate in enumerate(gates):
 
-        def keep(_: nn.Module, args: Any, kwargs: Mapping[str, Any], place: int = place) -> None:
-            hidden = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
-            found[-1][place] = trainer.read(hidden.detach())
+    def keep(place: int, _: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        hidden = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
+        found[-1][place] = trainer.read(hidden.detach())
 
-        handles.append(gate.register_forward_pre_hook(keep, with_kwargs=True))
-    try:
-        with torch.no_grad(), trainer.patched():
-            for one in batches:
-                found.append([torch.empty(0)] * len(gates))
-                model(**one)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as inside:
+        for place, gate in enumerate(gates):
+            inside.enter_context(gate.register_forward_pre_hook(partial(keep, place), with_kwargs=True))
+        inside.enter_context(torch.no_grad())
+        inside.enter_context(trainer.patched())
+        for one in batches:
+            found.append([torch.empty(0)] * len(gates))
+            model(**one)
     return found
 
 

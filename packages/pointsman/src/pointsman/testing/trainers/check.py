@@ -30,11 +30,7 @@ _ALONE = "POINTSMAN_TWO_PROCESSES"
 
 
 def find_trainer(name: str) -> Trainer:
-    """What `FILE.py:name` or `module:name` is: a subclass of `Trainer`, or a step of your own.
-
-    Raises:
-        ValueError: no such file or function.
-    """
+    """What `FILE.py:name` or `module:name` is, a subclass of `Trainer` or a step of your own; ValueError without it."""
     place, colon, attribute = name.rpartition(":")
     if not colon:
         raise ValueError(f"trainer {name!r}: allowed: a function, FILE.py:function or module:function")
@@ -136,11 +132,8 @@ def _ranks(trainer: Trainer, name: str, balance: str) -> Verdict:
 
 
 def two_processes(name: str, balance: str) -> str:
-    """What rank 0 of two processes over gloo says of the coefficient.
-
-    Raises:
-        RuntimeError: they failed or took too long: the last line that one of them said.
-    """
+    """What rank 0 of two processes over gloo says of the coefficient; RuntimeError, with the last line that one of them
+    said, if they failed or took too long."""
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -189,11 +189,8 @@ def precision(trainer: Trainer, setting: Setting) -> tuple[bool, str]:
         hidden = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
         seen.append((hidden.detach(), [one.detach() for one in _tensors(output)]))
 
-    handle = gate.register_forward_hook(keep, with_kwargs=True)
-    try:
+    with gate.register_forward_hook(keep, with_kwargs=True):
         trainer.train(model, [batches], asked)
-    finally:
-        handle.remove()
     if not seen:
         raise NotApplicable("its gate is not called as a module")
     hidden, outputs = seen[0]
