@@ -98,15 +98,12 @@ class HyperDelta(HyperScorer):
         self.register_buffer("places", scorer.places)
         self.embed_dropout, self.training_stochastic = scorer.embed_dropout, scorer.training_stochastic
         self._cache = None
-        self.base: Tensor
-        self.base_bias: Tensor
-        self.origin: Tensor
         experts, columns = scorer.shape
         with torch.no_grad():
             origin = super().generate()[0].clone() if weight is not None else torch.zeros(experts, columns - 1)
-        self.register_buffer("origin", origin)
-        self.register_buffer("base", torch.zeros_like(origin) if weight is None else weight.to(origin))
-        self.register_buffer("base_bias", torch.zeros_like(origin[:, 0]) if bias is None else bias.to(origin))
+        self.origin = nn.Buffer(origin)
+        self.base = nn.Buffer(torch.zeros_like(origin) if weight is None else weight.to(origin))
+        self.base_bias = nn.Buffer(torch.zeros_like(origin[:, 0]) if bias is None else bias.to(origin))
 
     def generate(self, dropout: float = 0.0) -> tuple[Tensor, Tensor | None]:
         generated = super().generate(dropout)[0].to(self.base.device)

@@ -94,8 +94,7 @@ class SimilarityInform(TokenMixer):
         super().__init__(strength, neighbours)
         self.source = source
         self.needs = frozenset({"attention"} if source == "attention" else ())
-        self.tau: Tensor
-        self.register_buffer("tau", torch.tensor(float(tau)))
+        self.tau = nn.Buffer(torch.tensor(float(tau)))
         self.weight = nn.Parameter(torch.eye(dim)) if learned else None
 
     def mix(self, given: Given) -> Tensor:
@@ -147,13 +146,10 @@ class AttentionInform(TokenMixer):
         self.heads, self.factor = heads, factor
         self.causal = heads != "lowest-entropy-sequence"
         self.needs_step_end = heads == "lowest-entropy"
-        self.sigma: Tensor
-        self.register_buffer("sigma", torch.tensor(float(sigma)))
-        self.head_entropy: Tensor  # [H], or [0] before the first step
-        self.head_steps: Tensor
+        self.sigma = nn.Buffer(torch.tensor(float(sigma)))
         if heads == "lowest-entropy":
-            self.register_buffer("head_entropy", torch.zeros(0))
-            self.register_buffer("head_steps", torch.zeros((), dtype=torch.int64))
+            self.head_entropy: Tensor = nn.Buffer(torch.zeros(0))  # [H], or [0] before the first step
+            self.head_steps: Tensor = nn.Buffer(torch.zeros((), dtype=torch.int64))
 
     def sees_earlier(self, context: RoutingContext) -> bool:
         return context.causal or _trace(context).causal

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from pointsman.ops.selection import top_k
 from pointsman.routers.frame.entries import LayerSpec, NotNegative, Probability, Whole, register_router
@@ -34,14 +34,12 @@ class Competing(Scorer):
     may_need_responses = True
     needs_step_end = True
     accepts_half = True
-    steps: Tensor
-    seed: Tensor
 
     def compete(self, version: int, rate: float, warmup: int, cosines: bool) -> None:
         """Sets the competition up."""
         self.version, self.rate, self.warmup, self.cosines = version, rate, warmup, cosines
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("seed", torch.randint(2**31, ()))
+        self.steps: Tensor = nn.Buffer(torch.zeros((), dtype=torch.int64))
+        self.seed = nn.Buffer(torch.randint(2**31, ()))
         self.competes = self._drawn()
 
     def _drawn(self) -> bool:

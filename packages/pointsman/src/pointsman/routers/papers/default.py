@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pointsman.experts.combine import PerPair
 from pointsman.ops.selection import members, top_k
@@ -27,12 +27,11 @@ class WithMeans(Selector):
     needs_step_end = True
     renormalize = False
     overrides = frozenset({"capacity_total", "weigh"})  # means stand for what is dropped, and are of outputs
-    means: Tensor
 
     def __init__(self, dim: int, num_experts: int, decay: float) -> None:
         super().__init__()
         self.decay = decay
-        self.register_buffer("means", torch.zeros(num_experts, dim))
+        self.means = nn.Buffer(torch.zeros(num_experts, dim))
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> Selection:
         experts = top_k(scores.choice.flatten(0, 1), k)

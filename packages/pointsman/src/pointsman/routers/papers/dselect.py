@@ -40,12 +40,9 @@ class SelectorScorer(Scorer):
         self.bits = max(1, math.ceil(math.log2(num_experts)))
         start = gamma / 100  # all experts are mixed at first
         self.codes = nn.Parameter(torch.empty(selectors * self.bits, dim).uniform_(-start, start))
-        self.gate: Tensor
         gate = torch.randn(selectors, dim) * INIT_STD
-        if selectors > 1:
-            self.gate = nn.Parameter(gate)
-        else:  # one selector has the weight 1 whatever its gate is: nothing to train
-            self.register_buffer("gate", gate)
+        # one selector has the weight 1 whatever its gate is: nothing to train
+        self.gate: Tensor = nn.Parameter(gate) if selectors > 1 else nn.Buffer(gate)
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
         rows = linear(hidden, torch.cat([self.codes, self.gate])).flatten(0, 1).T.contiguous()  # tokens last: long rows

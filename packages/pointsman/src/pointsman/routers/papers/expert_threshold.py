@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pointsman._values import check_whole
 from pointsman.ops.selection import top_k
@@ -35,14 +35,12 @@ class AboveThreshold(Selector):
     ragged = True
     overrides = frozenset({"capacity_order=rank"})  # an expert has a column of its own: tokens come in turn
     needs_step_end = True
-    histogram: Tensor
-    steps: Tensor
 
     def __init__(self, num_experts: int, bins: int, decay: float, renormalize: bool) -> None:
         super().__init__()
         self.num_experts, self.bins, self.decay, self.renormalize = num_experts, bins, decay, renormalize
-        self.register_buffer("histogram", torch.zeros(num_experts, bins))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.histogram = nn.Buffer(torch.zeros(num_experts, bins))
+        self.steps: Tensor = nn.Buffer(torch.zeros((), dtype=torch.int64))
 
     def thresholds(self, k: int) -> Tensor:
         """c(k) [E]."""

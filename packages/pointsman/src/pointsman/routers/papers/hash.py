@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pointsman.routers.frame.entries import LayerSpec, register_router
 from pointsman.routers.frame.stage_values import Scored, Scores, Selection
@@ -109,8 +109,6 @@ class TableScorer(ByTokenIds):
     """
 
     name = "hash"
-    table: Tensor
-    stride: Tensor
 
     def __init__(
         self, gate: Scorer | None, num_experts: int, vocab_size: int, kind: str, seed: int, columns: int = 1
@@ -121,9 +119,9 @@ class TableScorer(ByTokenIds):
         table = torch.randint(num_experts, (vocab_size,), generator=draw)
         if columns > 1:
             table = torch.rand(vocab_size, num_experts, generator=draw).topk(columns).indices
-        self.register_buffer("table", table)
-        self.register_buffer("stride", self.strides(draw))
-        self.register_buffer("ready", torch.tensor(kind == "random"))
+        self.table = nn.Buffer(table)
+        self.stride = nn.Buffer(self.strides(draw))
+        self.ready = nn.Buffer(torch.tensor(kind == "random"))
 
     def fill(self, counts: Tensor) -> None:
         """The table of `kind=balanced`: ids by falling count, each to the expert with the least counted tokens."""

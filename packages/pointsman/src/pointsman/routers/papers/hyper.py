@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,8 @@ class FrozenLinear(Stage):
 
     def __init__(self, width_in: int, width_out: int, std: float | Tensor = INIT_STD) -> None:
         super().__init__()
-        self.weight: Tensor
-        self.bias: Tensor
-        self.register_buffer("weight", torch.randn(width_out, width_in) * std)
-        self.register_buffer("bias", torch.zeros(width_out))
+        self.weight = nn.Buffer(torch.randn(width_out, width_in) * std)
+        self.bias = nn.Buffer(torch.zeros(width_out))
 
     def forward(self, hidden: Tensor) -> Tensor:
         return nn.functional.linear(hidden, self.weight, self.bias)
@@ -115,7 +113,7 @@ class HyperScorer(Scorer):
             return linear(hidden, *self.generate(self.embed_dropout))
         return linear(hidden, *HyperScorer.plain_linear(self))  # also where a choice has extended it
 
-    def _apply(self, fn: Any, recurse: bool = True) -> HyperScorer:
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self._cache = None
         super()._apply(fn, recurse)
         return self

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pointsman.auxiliary import assignment_counts
 from pointsman.ops.selection import top_k
@@ -82,8 +82,7 @@ class SmebuUpdate(SignUpdate):
 
     def __init__(self, num_experts: int, rate: float, centre: bool) -> None:
         super().__init__(rate, centre)
-        self.momentum: Tensor
-        self.register_buffer("momentum", torch.zeros(num_experts))
+        self.momentum = nn.Buffer(torch.zeros(num_experts))
 
     @torch.no_grad()
     def move(self, bias: Tensor, sums: Tensors) -> None:
@@ -190,8 +189,7 @@ class BiasedTopK(Selector):
         if getattr(update, "bins", None) == 0:
             self.adds_up, self.one_process = False, "bins=0 sorts in one process only; use bins=1000"
         self.needs_step_end = update is not None
-        self.bias: Tensor
-        self.register_buffer("bias", bias)
+        self.bias = nn.Buffer(bias)
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> Selection:
         probs = scores.probs.flatten(0, 1)

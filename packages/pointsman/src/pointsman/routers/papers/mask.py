@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pointsman.routers.frame.entries import LayerSpec, Whole, register_router
 from pointsman.routers.frame.stage_values import Scored, Scores
@@ -26,18 +26,15 @@ class MaskedScorer(ByTokenIds):
     """
 
     name = "mask"
-    first: Tensor
-    stride: Tensor
-    width: Tensor
 
     def __init__(self, gate: Scorer, num_experts: int, vocab_size: int, visible: int, rare: int, seed: int) -> None:
         super().__init__(gate, num_experts, vocab_size)
         self.visible, self.rare, self.counted = visible, rare, "rare" if rare else ""
         draw = torch.Generator().manual_seed(seed)
-        self.register_buffer("first", torch.randint(num_experts, (vocab_size,), generator=draw))
-        self.register_buffer("stride", self.strides(draw))
-        self.register_buffer("width", torch.full((vocab_size,), visible))
-        self.register_buffer("ready", torch.tensor(rare == 0))
+        self.first = nn.Buffer(torch.randint(num_experts, (vocab_size,), generator=draw))
+        self.stride = nn.Buffer(self.strides(draw))
+        self.width = nn.Buffer(torch.full((vocab_size,), visible))
+        self.ready = nn.Buffer(torch.tensor(rare == 0))
 
     def fill(self, counts: Tensor) -> None:
         """One visible expert for every id with fewer than `rare` occurrences."""

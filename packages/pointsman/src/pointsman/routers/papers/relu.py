@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pointsman.ops.selection import top_k
 from pointsman.routers.frame.entries import LayerSpec, register_router
@@ -32,12 +32,11 @@ class Positive(Selector):
 
     ragged = True
     needs_step_end = True
-    penalty: Tensor
 
     def __init__(self, num_experts: int, top_k: int, balanced: bool, renormalize: bool) -> None:
         super().__init__()
         self.num_experts, self.top_k, self.balanced, self.renormalize = num_experts, top_k, balanced, renormalize
-        self.register_buffer("penalty", torch.tensor(FIRST_PENALTY))
+        self.penalty = nn.Buffer(torch.tensor(FIRST_PENALTY))
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> Selection:
         gates = scores.probs.flatten(0, 1)

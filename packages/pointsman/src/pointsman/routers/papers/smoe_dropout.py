@@ -20,10 +20,8 @@ class FrozenLinearScorer(Scorer):
 
     def __init__(self, dim: int, num_experts: int, *, std: float = INIT_STD, learn_temperature: bool = False) -> None:
         super().__init__()
-        self.weight: Tensor
-        self.bias: Tensor
-        self.register_buffer("weight", torch.randn(num_experts, dim) * std)
-        self.register_buffer("bias", torch.zeros(num_experts))
+        self.weight = nn.Buffer(torch.randn(num_experts, dim) * std)
+        self.bias = nn.Buffer(torch.zeros(num_experts))
         self.log_temperature = nn.Parameter(torch.zeros(())) if learn_temperature else None
 
     def plain_linear(self) -> tuple[Tensor, Tensor]:

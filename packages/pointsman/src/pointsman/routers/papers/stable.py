@@ -37,7 +37,6 @@ class TwoStageScorer(ByTokenIds):
     name = "stable"
     needs_step_end = True
     no_decay = ("token",)
-    steps: Tensor
 
     def __init__(
         self, gate: Scorer, num_experts: int, vocab_size: int, stage_one: int, kind: str = "token", own: bool = True
@@ -48,7 +47,7 @@ class TwoStageScorer(ByTokenIds):
         self.light = nn.Parameter(torch.empty(num_experts, WIDTH))
         for weight in (*(gate.parameters() if own else ()), self.light):
             orthogonal_(weight, GAIN)
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.steps: Tensor = nn.Buffer(torch.zeros((), dtype=torch.int64))
         self._has_frozen = False
         self._freeze_light()
 
