@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pointsman.kernels import choice as on_gpu
+from pointsman.ops import kernels as on_gpu
 from pointsman.ops.kernels import Kernels, using
 from tools.bench.peers import IMPLEMENTATIONS, LIMIT, Case, Implementation
 

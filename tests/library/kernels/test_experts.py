@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from pointsman.kernels import choice
+from pointsman.ops import kernels as choice
 from pointsman.ops.feed_forward import ExpertParameters
 from pointsman.ops.kernels import Kernels, using
 from tests.library.kernels.tools import (

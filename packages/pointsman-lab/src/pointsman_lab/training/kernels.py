@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from pointsman._errors import RunError
-from pointsman.kernels.choice import without_triton
+from pointsman.ops.kernels import without_triton
 from pointsman_lab.training.config import RunConfig
 
 

@@ -15,6 +15,7 @@ from pointsman.diagnostics.base import Diagnostic, RoutingDiagnostic
 from pointsman.diagnostics.observe import named_layers, observe_mixing
 from pointsman.diagnostics.specialisation import OutputSimilarity, RepresentationCollapse, Specialisation
 from pointsman.diagnostics.statistics import CoActivation, Entropy, Load, Margin, Mixing
+from pointsman.ranks import every_rank
 from pointsman.recording import observe_routing
 from pointsman.routing import Routing, RoutingContext
 
@@ -131,12 +132,8 @@ class Diagnostics:
 
     def gather(self, group: Any = None) -> Diagnostics:
         """The merged diagnostics of all processes of a torch.distributed group, on every process."""
-        import torch.distributed as distributed
-
-        parts: list[Any] = [None] * distributed.get_world_size(group)
-        distributed.all_gather_object(parts, self, group)
         whole = Diagnostics(*self.kinds)
-        for part in parts:
+        for part in every_rank(group).gather(self):
             whole.merge(part)
         return whole
 

@@ -10,9 +10,8 @@ from pointsman.experts import reference
 from pointsman.experts.cpu import function
 from pointsman.experts.cpu.products import Options
 from pointsman.kernels import grouped_mm
-from pointsman.kernels.choice import with_triton
 from pointsman.ops.feed_forward import ExpertParameters
-from pointsman.ops.kernels import exporting, plain_wanted
+from pointsman.ops.kernels import exporting, plain_wanted, with_triton
 from pointsman.ops.linear import autocast_dtype, transformed
 from pointsman.routing import Routing
 

@@ -1,4 +1,4 @@
-"""Which kernels compute: one active choice, which everything inside `with using(kernels):` follows.
+"""Which kernels compute: one active choice, which everything inside `with using(kernels):` follows; where ours can run.
 
 Kernels differ in the last bits. What is to be continued, or compared with another bit for bit, therefore keeps its
 choice. Nothing is timed.
@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pointsman._errors import did_you_mean
 
+OLDEST = (3, 3)  # Triton's versions before lack operations that the kernels use
 _ALLOWED = {"path": ("fast", "plain"), "gpu": ("torch", "triton")}
 
 
@@ -86,9 +89,33 @@ def plain_wanted() -> bool:
     return bool(as_constant(_chosen, "path", "plain"))
 
 
-def triton_wanted() -> bool:
-    """Whether the active choice is our kernels on a GPU, and not the plain path."""
-    return bool(as_constant(_chosen, "gpu", "triton")) and not plain_wanted()
+def with_triton(tensor: Tensor) -> bool:
+    """Whether our kernels are chosen (`Kernels.gpu`), for work on the device of this tensor; ValueError if they are and
+    cannot run there."""
+    if not tensor.is_cuda or plain_wanted() or not as_constant(_chosen, "gpu", "triton"):
+        return False
+    as_constant(_check, tensor.device)
+    return True
+
+
+def _check(device: torch.device) -> None:
+    if why := without_triton(torch.cuda.get_device_capability(device)):
+        raise ValueError(f"kernels: gpu='triton': {why}; gpu='torch' runs here")
+
+
+@cache
+def without_triton(capability: tuple[int, int] | None) -> str | None:
+    """Why Triton's kernels cannot run on a device of this compute capability (None: no CUDA device); None: they can."""
+    try:
+        import triton
+    except ImportError:
+        return "the package triton is not installed: pip install 'pointsman[gpu]'"
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < OLDEST:
+        return f"triton {triton.__version__} is older than {'.'.join(map(str, OLDEST))}"
+    if capability is not None and capability < (8, 0):
+        return f"compute capability {'.'.join(map(str, capability))} is below 8.0"
+    return None
 
 
 def _chosen(what: str, value: str) -> bool:
