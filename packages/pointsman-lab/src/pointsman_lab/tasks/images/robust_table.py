@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from pointsman_lab.runs.record import RunRecord, read_object
 from pointsman_lab.tasks.images.scores import ALEXNET, ALEXNET_CLEAN, corruption_error
 
 Record = Mapping[str, Any]
-Figure = Callable[[Record, int], float | None]
 Runs = Mapping[tuple[str, int], Record]
 
 TITLES = {
@@ -134,26 +133,47 @@ def _at(record: Record, k: int, part: str = "results") -> list[Mapping[str, Any]
     return [row for row in record.get(part) or [] if record["every_k"] or row["top_k"] == k]
 
 
-def _field(name: str, part: str = "results") -> Figure:
-    return lambda record, k: next((finite(row.get(name)) for row in _at(record, k, part)), None)
+def figures(kind: str, record: Record, k: int) -> dict[str, float | None]:
+    """The columns of a kind's tables of one run's `shifted_images` at this k; mCE, which needs another run, is None."""
+    rows = _at(record, k)
+    if kind == "c":
+        clean, corrupted = _clean(record, k), mean_of(row.get("value") for row in rows)
+        routing = record.get("routing") or ()  # at the k of training
+        calibration = next((row.get("calibration", {}) for row in _at(record, k, "clean")), {})
+        return {
+            "clean": clean, "corrupted": corrupted, "drop": _difference(clean, corrupted), "mCE": None,
+            "relative mCE": None, "first expert moved": _layers("top1", routing), "set moved": _layers("sets", routing),
+            **{name.upper(): finite(calibration.get(name)) for name in ("rms", "ece", "aurra")},
+        }  # fmt: skip
+    first = rows[0] if rows else {}
+    if kind == "o":
+        return {name.upper(): finite(first.get(name)) for name in ("aupr", "auroc", "fpr95")}
+    clean = finite(first.get("clean"))
+    if kind in ("pgd", "fgsm"):
+        hostile = finite(first.get("attacked"))
+        return {
+            "clean": clean, "attacked": hostile, "drop": _difference(clean, hostile),
+            "shared experts": _layers("iou", rows), "first expert moved": _layers("top1", rows),
+        }  # fmt: skip
+    return {"clean": clean, "accuracy": finite(first.get("value")), "gap": finite(first.get("gap"))}
 
 
-def _calibration(name: str) -> Figure:
-    return lambda record, k: mean_of(row.get("calibration", {}).get(name) for row in _at(record, k, "clean")[:1])
+def _clean(record: Record, k: int) -> float | None:
+    return next((finite(row.get("value")) for row in _at(record, k, "clean")), None)
 
 
-def _layers(name: str, part: str) -> Figure:
+def _layers(name: str, rows: Iterable[Record]) -> float | None:
     """A figure of the routing, mean over layers, and over the conditions of the record."""
-
-    def mean(record: Record, k: int) -> float | None:
-        rows = (record.get(part) or ()) if part == "routing" else _at(record, k, part)  # routing: at the k of training
-        return mean_of(layer.get(name) for row in rows for layer in row.get("layers", {}).values())
-
-    return mean
+    return mean_of(layer.get(name) for row in rows for layer in row.get("layers", {}).values())
 
 
-def _mean(record: Record, k: int) -> float | None:
-    return mean_of(row.get("value") for row in _at(record, k))
+def _difference(one: float | None, two: float | None) -> float | None:
+    return None if one is None or two is None else one - two
+
+
+def figure_of(record: Record, column: str, k: int) -> float | None:
+    """A column of the tables, but for mCE, of one run's `shifted_images` at this k; None where there is none."""
+    return figures(str(record["kind"]), record, k).get(column)
 
 
 def errors(record: Record, k: int) -> dict[str, list[float]]:
@@ -166,27 +186,29 @@ def errors(record: Record, k: int) -> dict[str, list[float]]:
 
 
 def _grid(kind: str, runs: Runs, routers: Sequence[str], k: int) -> Grid:
-    columns = _columns(kind)
     reference = {seed: record for (router, seed), record in runs.items() if router == routers[0]}
-    cells: dict[str, list[Cell]] = {}
+    cells: dict[str, dict[str, Cell]] = {}
     for router in routers:
         own = {seed: record for (name, seed), record in runs.items() if name == router}
-        line = [Cell({s: v for s, r in own.items() if (v := figure(r, k)) is not None}) for figure in columns.values()]
+        found = {seed: figures(kind, record, k) for seed, record in own.items()}
+        names = list(next(iter(found.values())))
+        cells[router] = {
+            name: Cell({seed: value for seed, of in found.items() if (value := of[name]) is not None}) for name in names
+        }
         if kind == "c":
-            line[3:3] = [_relative(own, k, reference, rise=rise) for rise in (False, True)]
-        cells[router] = line
-    names = list(columns)
-    if kind == "c":
-        names[3:3] = ["mCE", "relative mCE"]
+            for name, rise in (("mCE", False), ("relative mCE", True)):
+                cells[router][name] = _relative(own, k, reference, rise=rise)
     costs = {router: record["cost"] for (router, _), record in runs.items() if record["cost"]}
     counted = bool(costs)
-    rows = [[router, *(_shown(name, cell) for name, cell in zip(names, line, strict=True)),
-             *(cost_cells(costs.get(router, {})) if counted else ())] for router, line in cells.items()]  # fmt: skip
+    rows = [
+        [router, *(_shown(*one) for one in line.items()), *(cost_cells(costs.get(router, {})) if counted else ())]
+        for router, line in cells.items()
+    ]
     best = {
-        (routers.index(router), place + 1)
-        for place, name in enumerate(names)
+        (routers.index(router), place)
+        for place, name in enumerate(names, 1)
         if name not in ("first expert moved", "set moved", "shared experts", "clean")
-        for router in significantly_best({of: line[place] for of, line in cells.items()}, lower_is_better=name in LOWER)
+        for router in significantly_best({of: line[name] for of, line in cells.items()}, lower_is_better=name in LOWER)
     }
     caption = (
         f"k={k}, in % but for the routing and costs; mean ± sample standard deviation over seeds; bold: significantly "
@@ -194,39 +216,6 @@ def _grid(kind: str, runs: Runs, routers: Sequence[str], k: int) -> Grid:
     )
     header = [f"k={k}", *names, *(COSTS if counted else ())]
     return Grid(header, rows, best, caption).without_empty_columns()
-
-
-def _columns(kind: str) -> dict[str, Figure]:
-    if kind == "c":
-        clean = _field("value", "clean")
-        return {
-            "clean": clean, "corrupted": _mean, "drop": _difference(clean, _mean),
-            "first expert moved": _layers("top1", "routing"), "set moved": _layers("sets", "routing"),
-            "RMS": _calibration("rms"), "ECE": _calibration("ece"), "AURRA": _calibration("aurra"),
-        }  # fmt: skip
-    if kind == "o":
-        return {"AUPR": _field("aupr"), "AUROC": _field("auroc"), "FPR95": _field("fpr95")}
-    if kind in ("pgd", "fgsm"):
-        clean, attacked = _field("clean"), _field("attacked")
-        return {
-            "clean": clean, "attacked": attacked, "drop": _difference(clean, attacked),
-            "shared experts": _layers("iou", "results"), "first expert moved": _layers("top1", "results"),
-        }  # fmt: skip
-    return {"clean": _field("clean"), "accuracy": _field("value"), "gap": _field("gap")}
-
-
-def figure_of(record: Record, column: str, k: int) -> float | None:
-    """A column of the tables, but for mCE, of one run's `shifted_images` at this k; None where there is none."""
-    figure = _columns(str(record["kind"])).get(column)
-    return None if figure is None else figure(record, k)
-
-
-def _difference(one: Figure, two: Figure) -> Figure:
-    def figure(record: Record, k: int) -> float | None:
-        first, second = one(record, k), two(record, k)
-        return None if first is None or second is None else first - second
-
-    return figure
 
 
 def _relative(own: Mapping[int, Record], k: int, reference: Mapping[int, Record], *, rise: bool) -> Cell:
@@ -240,13 +229,12 @@ def _relative(own: Mapping[int, Record], k: int, reference: Mapping[int, Record]
 
 
 def _ratio(record: Record, other: Record | None, k: int, *, rise: bool) -> float | None:
-    clean = _field("value", "clean")
-    if (start := clean(record, k)) is None:
+    if (start := _clean(record, k)) is None:
         return None
     errs = errors(record, k)
     if record.get("imagenet_c"):
         theirs, begin = {name: [error] for name, error in ALEXNET.items()}, 1 - ALEXNET_CLEAN
-    elif other is None or (first := clean(other, k)) is None:
+    elif other is None or (first := _clean(other, k)) is None:
         return None
     else:
         theirs, begin = errors(other, k), first
