@@ -53,23 +53,24 @@ class TaskEntry:
     Attributes:
         name: of the task.
         families: families of models that `train` trains on this task.
-        configs, task, tuning, reader, starter: what `config` (one for each family), `open`, `fine_tuning`, `vocabulary`
-            and `start` ask, as MODULE:NAME; a task may have the methods instead.
+        configs, task, tuning, reader, starter, tabler: what `config` (one for each family), `open`, `fine_tuning`,
+            `vocabulary`, `start` and `tables` ask, as MODULE:NAME; a task may have the methods instead.
         takes: other families whose models learn it, from the weights of a run.
         levels: of vocabularies ("level" in vocabulary.json) that `vocabulary` reads.
         presets: preset -> settings of a run; those of its model under "model"; besides "family", "router" (the
             published one) and "vocabulary" (the published number of tokens).
         settings: name -> setting that runs of all these families have.
         unread: settings of every run that nothing reads in runs of these families.
-        learns: names that `finetune --task` takes.
+        learns: names that `finetune --task` takes: of what `learned` names as MODULE:NAME, a mapping.
         learns_files: whether it also learns what a file or folder holds.
         together: of `learns`, those that published tables show in one row.
+        epilogs: command -> what its help says at its end of this task: examples, in lines of at most 80 columns.
     """
 
     name = ""
     families: tuple[str, ...] = ()
     configs: tuple[str, ...] = ()
-    task = tuning = reader = starter = ""
+    task = tuning = reader = starter = tabler = learned = ""
     takes: tuple[str, ...] = ()
     levels: tuple[str, ...] = ()
     presets: Mapping[str, Values] = MappingProxyType({})
@@ -77,10 +78,11 @@ class TaskEntry:
     unread: frozenset[str] = frozenset()
     learns_files = False
     together: tuple[str, ...] = ()
+    epilogs: Mapping[str, str] = MappingProxyType({})
 
     @property
     def learns(self) -> Sequence[str]:
-        return ()
+        return tuple(resolve_name(self.learned)) if self.learned else ()
 
     def config(self, family: str) -> Any:
         """The class of a family's settings, a `ModelConfig`."""
@@ -106,8 +108,8 @@ class TaskEntry:
         return {}
 
     def epilog(self, command: str) -> str:
-        """What the help of a command says at its end of this task: examples, in lines of at most 80 columns."""
-        return ""
+        """What the help of a command says at its end of this task."""
+        return self.epilogs.get(command, "")
 
     def add_flags(self, command: str, flags: Any) -> None:
         """Adds this task's flags to a command's `cli.options.Parser`."""
@@ -138,7 +140,7 @@ class TaskEntry:
 
     def tables(self, comparison: Any) -> Sequence[Any]:
         """Tables of what this task has recorded beside a comparison's runs (`report.forms.Forms`), for pages."""
-        return ()
+        return resolve_name(self.tabler)(comparison) if self.tabler else ()
 
 
 def entries() -> Iterator[TaskEntry]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 from pointsman._errors import RunError
@@ -15,9 +15,8 @@ EXAMPLES = """  pointsman evaluate runs/hyper --attack word --attack-rate 0.01,0
 
 class Attacks(TaskEntry):
     name = "attacks"
-
-    def epilog(self, command: str) -> str:
-        return EXAMPLES if command == "evaluate" else ""
+    tabler = "pointsman_lab.tasks.attacks.table:attack_tables"
+    epilogs = MappingProxyType({"evaluate": EXAMPLES})
 
     def add_flags(self, command: str, flags: Any) -> None:
         if command != "evaluate":
@@ -45,11 +44,6 @@ class Attacks(TaskEntry):
         from pointsman_lab.tasks.attacks.attacks import run_attacks
 
         return run_attacks(values, device)
-
-    def tables(self, comparison: Any) -> Sequence[Any]:
-        from pointsman_lab.tasks.attacks.table import attack_tables
-
-        return attack_tables(comparison)
 
 
 TASK = Attacks()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from types import MappingProxyType
 
 from pointsman_lab.registry import TaskEntry
 
@@ -23,16 +23,9 @@ class ClassificationEntry(TaskEntry):
     name = "classification"
     takes = ("transformer-xl", "decoder")
     tuning = "pointsman_lab.tasks.classification.task:Classification"
+    learned = "pointsman_lab.tasks.classification.data:TASKS"
     learns_files = True
-
-    def epilog(self, command: str) -> str:
-        return EPILOG if command == "finetune" else ""
-
-    @property
-    def learns(self) -> Sequence[str]:
-        from pointsman_lab.tasks.classification.data import TASKS
-
-        return tuple(TASKS)
+    epilogs = MappingProxyType({"finetune": EPILOG})
 
 
 TASK = ClassificationEntry()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from types import MappingProxyType
 
 from pointsman_lab.registry import TaskEntry
 
@@ -19,16 +19,9 @@ class CrossLingualEntry(TaskEntry):
     name = "crosslingual"
     takes = ("encoder",)
     tuning = "pointsman_lab.tasks.crosslingual.task:CrossLingual"
+    learned = "pointsman_lab.tasks.crosslingual.xtreme:XTREME"
     together = ("udpos", "panx", "xquad", "mlqa", "tydiqa", "xnli", "pawsx")
-
-    def epilog(self, command: str) -> str:
-        return EPILOG if command == "finetune" else ""
-
-    @property
-    def learns(self) -> Sequence[str]:
-        from pointsman_lab.tasks.crosslingual.xtreme import XTREME
-
-        return tuple(XTREME)
+    epilogs = MappingProxyType({"finetune": EPILOG})
 
 
 TASK = CrossLingualEntry()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from pointsman_lab.registry import Setting, TaskEntry
@@ -56,9 +57,8 @@ class Images(TaskEntry):
     presets = PRESETS
     settings = SETTINGS
     unread = frozenset({"memory_length", "eval_memory_length", "segment_length", "eval_segment_length"})
-
-    def epilog(self, command: str) -> str:
-        return EXAMPLE if command == "evaluate" else ""
+    tabler = "pointsman_lab.tasks.images.robust_table:robust_tables"
+    epilogs = MappingProxyType({"evaluate": EXAMPLE})
 
     def add_flags(self, command: str, flags: Any) -> None:
         if command == "evaluate":
@@ -79,11 +79,6 @@ class Images(TaskEntry):
 
     def data_of(self, run: Any) -> str:
         return str(run.config.get("data", "")).rpartition("/")[2].partition(":")[0]
-
-    def tables(self, comparison: Any) -> Sequence[Any]:
-        from pointsman_lab.tasks.images.robust_table import robust_tables
-
-        return robust_tables(comparison)
 
 
 TASK = Images()
