@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ class FineTuning(Task):
 
     def __init__(self, data: Any, settings: Finetuning, vocabulary: Any, weights: Mapping[str, Tensor] | None) -> None:
         self.data = data
+        self.name, self.reported = data.name, data.reported
         self.settings = settings
         self.vocabulary = vocabulary
         self.weights = weights
@@ -87,12 +88,29 @@ class FineTuning(Task):
         self.batches(config, torch.device("cpu"))
 
     def build_model(self, config: RunConfig) -> nn.Module:
-        """Pre-trained weights, a fresh head, frozen parts, the balance loss's weight."""
-        model = self.model(config, self.data.name, len(self.data.classes), self.settings)
-        return from_pretrained(model, self.settings, self.weights)
+        """Pre-trained weights in the `backbone`, a fresh head, frozen parts, the balance loss's weight.
+
+        Raises:
+            CheckpointError: the weights belong to another model.
+        """
+        model: Any = self.model(config, self.name, len(self.data.classes), self.settings)
+        if self.weights is not None:
+            try:
+                model.backbone.load_state_dict(self.weights)
+            except RuntimeError as error:
+                raise CheckpointError(f"the pre-trained weights do not fit: {str(error).splitlines()[-1]}") from None
+        if self.settings.balance is not None:
+            for _, router in named_routers(model):
+                router.balance = self.settings.balance
+        if self.settings.freeze:
+            try:
+                freeze(model, *self.settings.freeze)
+            except ValueError as error:
+                raise RunError(str(error)) from None
+        return model  # type: ignore[no-any-return]
 
     def reported_split(self, config: RunConfig) -> str:
-        return str(self.data.reported)
+        return str(self.reported)
 
     def observed(self, config: RunConfig, split: str, tokens: int | None, device: torch.device) -> Observed:
         """The rows that an evaluation of this part scores."""
@@ -108,11 +126,21 @@ class FineTuning(Task):
         return Observed(batches, len(batches), lambda: target_nats(config, device), protocol, groups)
 
     def further_results(self, model: Any, config: RunConfig) -> dict[str, Any]:
-        """How far the routing moved from the pre-trained model's."""
+        """How far the routing moved from the pre-trained model's, and whether what was frozen is as it was, bit by bit.
+
+        Returns:
+            {"change_from_pretrained": as of `change_from`, "frozen": {"roles", "tensors": how many were frozen,
+            "changed": names of those that differ}}; "frozen" only if something was, {} without weights or routers.
+        """
         if self.weights is None or not any(True for _ in named_routers(model)):
             return {}
-        change = {"change_from_pretrained": change_from(self.weights, model, self.read_again(config))}
-        return change | unchanged(model, self.settings, self.weights)
+        found: dict[str, Any] = {"change_from_pretrained": change_from(self.weights, model, self.read_again(config))}
+        if self.settings.freeze:
+            own, before = model.backbone.state_dict(), self.weights
+            frozen = [name for name, parameter in model.backbone.named_parameters() if not parameter.requires_grad]
+            changed = [name for name in frozen if not torch.equal(own[name].cpu(), before[name].cpu())]
+            found["frozen"] = {"roles": list(self.settings.freeze), "tensors": len(frozen), "changed": changed}
+        return found
 
     def protocol(self, config: RunConfig) -> dict[str, Any]:
         """How the figures came about, for the tables."""
@@ -129,53 +157,10 @@ class FineTuning(Task):
             "balance": settings.balance,
             "from_scratch": settings.from_scratch,
             "steps": config.steps,
-            "checkpoint_rule": checkpoint_rule(config),
+            "checkpoint_rule": "the last step"
+            if config.choose == "last"
+            else "the best step on held-out rows of training",
         }
-
-
-def checkpoint_rule(config: RunConfig) -> str:
-    """Which weights are evaluated, in words."""
-    return "the last step" if config.choose == "last" else "the best step on held-out rows of training"
-
-
-Model = TypeVar("Model", bound=nn.Module)
-
-
-def from_pretrained(model: Model, settings: Finetuning, weights: Mapping[str, Tensor] | None) -> Model:
-    """A model with the pre-trained weights in its `backbone`, frozen parts and the balance loss's weight.
-
-    Raises:
-        CheckpointError: the weights belong to another model.
-    """
-    if weights is not None:
-        try:
-            model.backbone.load_state_dict(weights)  # type: ignore[union-attr]
-        except RuntimeError as error:
-            raise CheckpointError(f"the pre-trained weights do not fit: {str(error).splitlines()[-1]}") from None
-    if settings.balance is not None:
-        for _, router in named_routers(model):
-            router.balance = settings.balance
-    if settings.freeze:
-        try:
-            freeze(model, *settings.freeze)
-        except ValueError as error:
-            raise RunError(str(error)) from None
-    return model
-
-
-def unchanged(model: Any, settings: Finetuning, weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Compares what was frozen with the pre-trained weights bit by bit.
-
-    Returns:
-        {"frozen": {"roles", "tensors": how many were frozen, "changed": names of those that differ}}; {} if nothing was
-        frozen.
-    """
-    if not settings.freeze:
-        return {}
-    found = [name for name, parameter in model.backbone.named_parameters() if not parameter.requires_grad]
-    own = model.backbone.state_dict()
-    changed = [name for name in found if not torch.equal(own[name].cpu(), weights[name].cpu())]
-    return {"frozen": {"roles": list(settings.freeze), "tensors": len(found), "changed": changed}}
 
 
 @torch.no_grad()

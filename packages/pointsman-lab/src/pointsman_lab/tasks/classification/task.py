@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -30,17 +31,6 @@ class Classification(FineTuning):
     data: LabelledTexts
     vocabulary: Vocabulary
 
-    def __init__(
-        self,
-        data: LabelledTexts,
-        settings: Finetuning,
-        vocabulary: Vocabulary,
-        weights: Mapping[str, Tensor] | None,
-    ) -> None:
-        super().__init__(data, settings, vocabulary, weights)
-        self.name, self.reported = data.name, data.reported
-        self._encoded: dict[tuple[str, int], Encoded] = {}
-
     @classmethod
     def find(cls, spec: str) -> None:
         find_task(spec, data_dir=data_folder())
@@ -65,11 +55,10 @@ class Classification(FineTuning):
             config.model, classes, pooling=settings.pooled, dropout=settings.head_dropout, seed=config.seed
         )
 
-    def encoded(self, split: str, length: int) -> Encoded:
-        """The examples of a part, cut to `length` tokens."""
-        if (split, length) not in self._encoded:
-            self._encoded[split, length] = encode_examples(self.data.splits[split], self.vocabulary, length)
-        return self._encoded[split, length]
+    @cached_property
+    def encoded(self) -> Callable[[str, int], Encoded]:
+        """(part, length) -> its examples, cut to so many tokens."""
+        return cache(lambda split, length: encode_examples(self.data.splits[split], self.vocabulary, length))
 
     def scored(self, split: str, config: RunConfig) -> Encoded:
         """The examples of a part that an evaluation reads: all, or what `eval_tokens` allows."""
@@ -79,7 +68,6 @@ class Classification(FineTuning):
         return encoded.take(drawn_within([len(row) for row in encoded.rows], config.eval_tokens))
 
     def remarks(self, config: RunConfig) -> list[str]:
-        """What a user must know before the run."""
         data, found = self.data, []
         for split in ("train", self.reported):
             encoded, of = self.encoded(split, config.segment_length), f"{data.name} {split}:"
@@ -99,9 +87,6 @@ class Classification(FineTuning):
 
     def validation_split(self, config: RunConfig) -> str | None:
         return self.data.watched
-
-    def reported_split(self, config: RunConfig) -> str:
-        return self.reported
 
     @torch.no_grad()
     def evaluate(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from pointsman_lab.finetuning.task import FineTuning
 from pointsman_lab.models.classifier import Classifier
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.tasks.crosslingual.data import XtremeData, floors, groups_of, load_xtreme, original
-from pointsman_lab.tasks.crosslingual.evaluation import Features, TestPart, features, nats_of, predicted, table
+from pointsman_lab.tasks.crosslingual.evaluation import TestPart, features, nats_of, predicted, table
 from pointsman_lab.tasks.crosslingual.formats import Question, Tagged
 from pointsman_lab.tasks.crosslingual.scores import Prediction, Score, metric_of, score
 from pointsman_lab.tasks.crosslingual.xtreme import XTREME, Item
@@ -60,9 +61,7 @@ class CrossLingual(FineTuning):
         self, data: XtremeData, settings: Finetuning, vocabulary: Any, weights: Mapping[str, Tensor] | None
     ) -> None:
         super().__init__(data, settings, vocabulary, weights)
-        self.name = data.name
         self._classes = {label: place for place, label in enumerate(data.classes)}
-        self._rows: dict[tuple[str, int], Features] = {}
         self._parts: dict[tuple[str, int, int | None], dict[str, TestPart]] = {}
         self._kept: dict[int, dict[str, list[Prediction]]] = {}
         self._scored: tuple[str, dict[str, TestPart]] = ("", {})
@@ -108,11 +107,11 @@ class CrossLingual(FineTuning):
         spans = kind == "questions"
         return TokenClassifier(config.model, 2 if spans else classes, spans=spans, **head)
 
-    def english(self, split: str, length: int) -> Features:
-        """The English rows of "train" or "valid"."""
-        if (split, length) not in self._rows:
-            self._rows[split, length] = features(self.data.splits[split], self.vocabulary, length, self._classes)
-        return self._rows[split, length]
+    @cached_property
+    def trained(self) -> Callable[[int], Encoded]:
+        """Length -> the English rows of the training part."""
+        rows = self.data.splits["train"]
+        return cache(lambda length: features(rows, self.vocabulary, length, self._classes).encoded)
 
     def parts(self, config: RunConfig, split: str) -> dict[str, TestPart]:
         """What an evaluation scores: the test part of each language, or English validation rows."""
@@ -154,15 +153,13 @@ class CrossLingual(FineTuning):
         return TestPart(items, rows, groups, max(figures.items(), key=lambda figure: figure[1]))
 
     def remarks(self, config: RunConfig) -> list[str]:
-        """What a user must know before the run."""
-        cut = self.english("train", config.segment_length).encoded.truncated
+        cut = self.trained(config.segment_length).truncated
         what = {"pairs": "pairs cut", "tags": "words cut", "questions": "passages in several windows"}[self.data.kind]
         return [self.data.description] + ([f"{self.name} train: {cut:,} {what}"] if cut else [])
 
     def batches(self, config: RunConfig, device: torch.device) -> Batches:
-        encoded = self.english("train", config.segment_length).encoded
         kind = _TagStream if self.data.kind == "tags" else TaskStream
-        return kind(encoded, config.batch_size, config.seed, device)
+        return kind(self.trained(config.segment_length), config.batch_size, config.seed, device)
 
     def objective(self, model: Any, config: RunConfig) -> Objective:
         return objective_of(
@@ -223,7 +220,7 @@ class CrossLingual(FineTuning):
         }
 
     def truncated(self, config: RunConfig) -> dict[str, int]:
-        return {"train": self.english("train", config.segment_length).encoded.truncated}
+        return {"train": self.trained(config.segment_length).truncated}
 
     def read_again(self, config: RunConfig) -> Encoded:
         """Of the first language."""
