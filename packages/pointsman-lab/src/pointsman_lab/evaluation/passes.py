@@ -129,10 +129,6 @@ class EvaluationContext:
     ranks: Ranks = ALONE
     name: str = ""
 
-    @property
-    def phase(self) -> str:
-        return self.name or ("evaluate" if self.final else "validate")
-
 
 PLAIN = EvaluationContext()
 
@@ -195,7 +191,7 @@ def evaluated(
         Stopped: `how.stop` was set.
     """
     values = eval_top_k(model, top_k)
-    how.progress.phase(how.phase, batches * len(values))
+    how.progress.phase(how.name or ("evaluate" if how.final else "validate"), batches * len(values))
     results = []
     for index, k in enumerate(values):
         one = Pass(model, k, how, ranks, index * batches, batches)

@@ -12,12 +12,7 @@ from pointsman.diagnostics.statistics import inter_run_consistency
 from pointsman_lab.runs.paths import finetuned_runs
 from pointsman_lab.runs.record import read_run
 
-WINDOW = 100
-
-
-def window_of(steps: int) -> int:
-    """Batches of a window: 100 as in the paper; of runs below 400 steps a quarter of them."""
-    return max(1, min(WINDOW, steps // 4))
+WINDOW = 100  # batches, as in the paper
 
 
 def gathered_loads(
@@ -75,7 +70,7 @@ def finetunings_of(run: Path) -> dict[str, Any]:
     for variant, paths in by_variant.items():
         done = [one for path in paths if (one := read_run(path)).done]
         if len(done) > 1 and not variant.endswith(",from-scratch"):
-            window = window_of(min(one.steps or 0 for one in done))
+            window = max(1, min(WINDOW, min(one.steps or 0 for one in done) // 4))  # a quarter of runs below 400 steps
             layers = consistency_over_training([one.metrics("routing") for one in done], window)
             if layers:
                 found[variant] = {"runs": len(done), "window": window, "layers": layers}

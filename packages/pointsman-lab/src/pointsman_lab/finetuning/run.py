@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from pointsman._errors import RunError, Stopped
 from pointsman_lab._files import alone
 from pointsman_lab.finetuning.settings import Finetuning
@@ -22,7 +20,6 @@ from pointsman_lab.runs.comparison import required_plan, saved_runs
 from pointsman_lab.runs.imports import import_named, import_recorded, imports_of, named_before
 from pointsman_lab.runs.paths import EVALUATION, FINETUNE, REPEAT, finetuned_path, run_path
 from pointsman_lab.training.compare import default_jobs
-from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.directory import RunDirectory
 from pointsman_lab.training.jobs import Hosts, Work, do_all
 from pointsman_lab.training.run import Run, load_run
@@ -124,13 +121,9 @@ def open_run(
     about = RunDirectory(path).read_json(FINETUNE)
     if about is None or about.get("format") != FORMAT:
         raise RunError(f"{path} is no fine-tuned run: it has no whole {FINETUNE}")
-    settings, classes = _settings_of(about), len(about["classes"])
+    settings = _settings_of(about)
     name = settings.kind.path(settings.task).rstrip("/").rpartition("/")[2]
-
-    def build(config: RunConfig) -> nn.Module:
-        model: nn.Module = settings.kind.model(config, name, classes, settings)
-        return model
-
+    build = partial(settings.kind.model, name=name, classes=len(about["classes"]), settings=settings)
     return load_run(path, step=step, device=device, note=note, build=build, finetuning=about)
 
 
