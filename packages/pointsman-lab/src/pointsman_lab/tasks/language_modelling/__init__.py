@@ -114,7 +114,7 @@ class LanguageModelling(TaskEntry):
     configs = ("pointsman_lab.models.transformer_xl:TransformerXLConfig", "pointsman_lab.models.decoder:DecoderConfig")
     task = "pointsman_lab.tasks.language_modelling.task:LanguageModelling"
     reader = "pointsman_lab.data.subwords:read_vocabulary"
-    starter = "pointsman_lab.tasks.language_modelling.start:start_config"
+    starter = "pointsman_lab.tasks.language_modelling.task:start_config"
     levels = ("byte", "word", "subword")
     presets = PRESETS
     settings = SETTINGS

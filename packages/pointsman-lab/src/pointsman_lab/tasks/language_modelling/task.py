@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,10 +26,16 @@ from pointsman_lab.data.subwords import has_tokenizer
 from pointsman_lab.data.vocabulary import IdArray, Vocabulary
 from pointsman_lab.evaluation.diagnose import Batch, Reader
 from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, Pass, divides_rows, evaluated
+from pointsman_lab.models.config import build_model
+from pointsman_lab.models.decoder import Decoder, DecoderConfig
+from pointsman_lab.models.huggingface.convert import difference, load_theirs
+from pointsman_lab.models.huggingface.reading import open_config, read_config
 from pointsman_lab.models.memory import Memory
 from pointsman_lab.models.transformer_xl import TransformerXL
+from pointsman_lab.registry import own_settings
 from pointsman_lab.tasks.language_modelling import TASK
 from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.k_schedule import doublings
 from pointsman_lab.training.kernels import autocast
 from pointsman_lab.training.objectives import Objective, objective_of
 from pointsman_lab.training.run import Run
@@ -145,6 +151,18 @@ def _own_rows(tensor: Tensor, fill: int, ranks: Ranks) -> Tensor:
 
 
 COUNTED = 1 << 22  # tokens counted at a time
+SAME = 1e-4  # of the logits' standard deviation
+
+
+def start_config(config: RunConfig, folder: str, router: str | None) -> RunConfig:
+    """The settings of a run that starts from a folder: its model, with its own router or another, trained at its k."""
+    model, _ = read_config(open_config(folder), folder, router)
+    known = own_settings(model.family)
+    own = {name: value for name, value in config.own.items() if name in known}
+    return replace(
+        config, model=model, own={**own, "start_from": folder}, train_top_k=str(model.top_k),
+        eval_top_k=doublings(1, model.num_experts),
+    )  # fmt: skip
 
 
 class LanguageModelling(Task):
@@ -189,10 +207,23 @@ class LanguageModelling(Task):
                 scorer.calibrate(counts[: scorer.vocab_size].tolist())
         return model
 
-    def started(self, config: RunConfig) -> tuple[Any, str]:
-        from pointsman_lab.tasks.language_modelling.start import started
+    def started(self, config: RunConfig) -> tuple[Decoder, str]:
+        """The model, and a line that says whether its logits are those of the folder's model."""
+        from pointsman.hf.loading import load_model
 
-        return started(config)
+        folder, own = config.own["start_from"], config.model
+        if not isinstance(own, DecoderConfig):
+            raise RunError(f"start_from={folder!r}: models of the family {own.family!r} start from no folder")
+        theirs: Any = load_model(folder, dtype="float32").eval()
+        model: Decoder = build_model(own)
+        _, found = read_config(theirs.config, folder)
+        fresh = load_theirs(model, theirs.state_dict(), found.shared)
+        k = int(theirs.config.num_experts_per_tok)
+        off = difference(model, theirs, k)
+        if off <= SAME:
+            return model, f"the model starts with the logits of {folder} (at k = {k} they differ by {off:.1g})"
+        why = f"the router of {fresh[0]} starts anew" if fresh else f"the router {own.router!r} routes by another rule"
+        return model, f"the model starts from the weights of {folder}, with other logits: {why}"
 
     def batches(self, config: RunConfig, device: torch.device) -> Batches:
         return BatchStream(self.corpus.split("train"), config.batch_size, config.segment_length, device)
@@ -239,7 +270,23 @@ class LanguageModelling(Task):
             Batch(inputs, targets, None if stream.is_whole(index) else targets >= 0)
             for index, (inputs, targets) in enumerate(stream)
         )
-        return Observed(batches, len(stream), lambda: _reader(config, device), protocol)
+
+        def reader() -> Reader:
+            memory: Memory | None = None
+
+            def read(model: nn.Module, batch: Batch) -> Tensor:
+                nonlocal memory
+                with autocast(config, device):
+                    output = model(
+                        batch.inputs, batch.targets, memory, memory_length=config.eval_memory_length, reduction="none"
+                    )
+                memory = output.memory
+                total: Tensor = output.loss.sum()
+                return total
+
+            return read
+
+        return Observed(batches, len(stream), reader, protocol)
 
     def stretch(self, config: RunConfig, tokens: int) -> list[NDArray[np.int64]]:
         ids = np.asarray(self.corpus.split(config.eval_split)[:tokens]).astype(np.int64)
@@ -256,22 +303,6 @@ def token_counts(tokens: Any, size: int) -> NDArray[np.int64]:
     for start in range(0, len(tokens), COUNTED):
         counts += np.bincount(tokens[start : start + COUNTED], minlength=size)
     return counts
-
-
-def _reader(config: RunConfig, device: torch.device) -> Reader:
-    """A reader with memory, in the run's precision; the loss is the sum of nats."""
-    memory: list[Any] = [None]
-
-    def read(model: nn.Module, batch: Batch) -> Tensor:
-        with autocast(config, device):
-            output = model(
-                batch.inputs, batch.targets, memory[0], memory_length=config.eval_memory_length, reduction="none"
-            )
-        memory[0] = output.memory
-        total: Tensor = output.loss.sum()
-        return total
-
-    return read
 
 
 def eval_protocol(config: RunConfig, tokens: int | None) -> EvalProtocol:
