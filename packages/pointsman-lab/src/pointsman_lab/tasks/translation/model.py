@@ -109,19 +109,16 @@ class TargetLayer(TransformerLayer):
         maps = (self.cross.key, self.cross.value)
         return torch.cat([linear(source, each.weight, each.bias) for each in maps], -1)
 
-    def forward(
-        self, hidden: Tensor, memory: Tensor | None, context: TargetContext, past: RouterState | None, trace: bool
-    ) -> tuple[Tensor, Tensor | None, RouterStates | None, AttentionTrace | None]:
-        """[B, T, dim], memory [B, M, 2 width] -> hidden, all keys and values, what the router hands on, trace."""
-        mixed, kept, seen = self.attend(hidden, memory, context, trace or self.needs_attention)
-        hidden = hidden + dropout(mixed, self.dropout, self.training, self.ranks)
+    def mix(
+        self, hidden: Tensor, context: Any, attention: AttentionTrace | None, past: RouterState | None
+    ) -> tuple[Tensor, RouterStates | None]:
+        """The attention over the source comes before the feed-forward sublayer; `context`: a `TargetContext`."""
         normed = self.cross_norm(hidden)
         crossed, _, _ = self.cross(
             normed, source=normed[:, :0], memory=context.source[self.index], key_mask=context.source_mask
         )
         hidden = hidden + dropout(crossed, self.dropout, self.training, self.ranks)
-        hidden, handed = self.mix(hidden, context, seen, past)
-        return hidden, kept, handed, seen if trace else None
+        return super().mix(hidden, context, attention, past)
 
 
 class TargetEmbedding(nn.Module):
