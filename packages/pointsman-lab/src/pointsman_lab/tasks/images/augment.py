@@ -216,10 +216,6 @@ class ImageStream:
         self._part, self._augmentation, self._device = part, augmentation, device
         self._epoch, self._order = -1, np.zeros(0, dtype=np.int64)
 
-    @property
-    def steps_per_epoch(self) -> float:
-        return len(self._part) / self.batch_size
-
     def indices(self, step: int) -> list[int]:
         """Which images the step, counted from 0, takes: [B]."""
         size = len(self._part)

@@ -123,8 +123,7 @@ def snow(image: Image, parameters: tuple[float, ...], draw: Draw) -> Image:
 
 def frost(image: Image, parameters: tuple[float, float], draw: Draw) -> Image:
     keep, strength = parameters
-    side = image.shape[0]
-    layer = _plasma(_power_of_two(side), 1.7, draw)[:side, :side]
+    layer = _plasma(image.shape[0], 1.7, draw)
     crystals = np.clip((layer - 0.45) * 3, 0, 1)
     tint = np.array([0.85, 0.93, 1.0])  # photographs of frost are bluish
     return keep * image + strength * crystals[..., None] * tint
@@ -132,10 +131,9 @@ def frost(image: Image, parameters: tuple[float, float], draw: Draw) -> Image:
 
 def fog(image: Image, parameters: tuple[float, float], draw: Draw) -> Image:
     strength, decay = parameters
-    side = image.shape[0]
     most = image.max()
-    layer = _plasma(_power_of_two(side), decay, draw)[:side, :side, None]
-    return (image + strength * layer) * most / (most + strength)
+    layer = _plasma(image.shape[0], decay, draw)
+    return (image + strength * layer[..., None]) * most / (most + strength)
 
 
 def brightness(image: Image, change: float, draw: Draw) -> Image:
@@ -223,14 +221,11 @@ def _zoomed(image: Image, zoom: float) -> Image:
     return large[extra : extra + side, extra : extra + side]
 
 
-def _power_of_two(side: int) -> int:
-    return 1 << (side - 1).bit_length()
-
-
 def _plasma(side: int, decay: float, draw: Draw) -> Image:
-    """A plasma fractal [side, side] in [0, 1] by the diamond-square algorithm; `side` is a power of two."""
-    heights = np.zeros((side, side))
-    step, wobble = side, 100.0
+    """A plasma fractal by the diamond-square algorithm: [side, side] of one in [0, 1] whose side is a power of two."""
+    whole = 1 << (side - 1).bit_length()
+    heights = np.zeros((whole, whole))
+    step, wobble = whole, 100.0
 
     def displaced(sums: Image) -> Image:
         return sums / 4 + wobble * draw.uniform(-wobble, wobble, sums.shape)
@@ -247,7 +242,7 @@ def _plasma(side: int, decay: float, draw: Draw) -> Image:
         heights[half::step, ::step] = displaced(beside)
         step, wobble = half, wobble / decay
     heights -= heights.min()
-    return heights / heights.max()
+    return (heights / heights.max())[:side, :side]
 
 
 CORRUPTIONS: Mapping[str, Callable[[Image, Any, Draw], Image]] = MappingProxyType(

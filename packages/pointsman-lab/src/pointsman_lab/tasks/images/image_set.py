@@ -14,7 +14,7 @@ import numpy as np
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._files import parse_json, read_ordinary, user_path
-from pointsman_lab.data.catalog import SPLITS
+from pointsman_lab.data.catalog import SPLITS, parse_options
 from pointsman_lab.data.reading import reading
 from pointsman_lab.data.vocabulary import Symbols
 from pointsman_lab.tasks.images.layouts import Layout, open_layout
@@ -102,15 +102,13 @@ def load_images(spec: str, *, data_dir: Path | None = None) -> ImageSet:
 def _parse(spec: str) -> tuple[str, int | None]:
     if os.path.exists(spec):
         return spec, None
-    name, _, option = spec.partition(":size=")
-    if not option:
-        if ":" in spec and not os.path.exists(spec):
-            option_name = spec.rpartition(":")[2].partition("=")[0]
-            raise RunError(f"data {spec!r}: unknown option {option_name!r}: {did_you_mean(option_name, ['size'])}")
-        return spec, None
-    if not option.isdecimal() or not 8 <= int(option) <= 1024:
-        raise RunError(f"data {spec!r}: size={option!r}; allowed are whole numbers from 8 to 1024")
-    return name, int(option)
+    name, *options = spec.rsplit(":", 1)
+    size = parse_options(f"data {spec!r}", options, {"size": ()}).get("size")
+    if size is None:
+        return name, None
+    if not size.isdecimal() or not 8 <= int(size) <= 1024:
+        raise RunError(f"data {spec!r}: size={size!r}; allowed are whole numbers from 8 to 1024")
+    return name, int(size)
 
 
 def _find(name: str, data_dir: Path | None) -> Path:

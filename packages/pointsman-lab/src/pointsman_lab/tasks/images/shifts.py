@@ -139,9 +139,8 @@ def under_corruptions(
     """
     values = eval_top_k(model, top_k)
     routing_k = min(routing_k, model.config.num_experts)
-    before = {k: look(model, clean, k, frame, routing=k == routing_k) for k in values}
-    if None not in values and routing_k not in values:
-        before[routing_k] = look(model, clean, routing_k, frame, routing=True)
+    every = dict.fromkeys(values if None in values else (*values, routing_k))
+    before = {k: look(model, clean, k, frame, routing=k == routing_k) for k in every}
     results, routing = [], []
     for k in values:
         frame.take("clean", k, before[k])

@@ -53,32 +53,30 @@ class _Scores:
     """Sums over the images of an evaluation."""
 
     def __init__(self, classes: int, loss: str) -> None:
-        self.loss, self.nats, self.among_five = loss, 0.0, 0
-        self.right = torch.zeros(classes, dtype=torch.int64)
-        self.count = torch.zeros(classes, dtype=torch.int64)
+        self.loss = loss
+        self.sums = torch.zeros(2, dtype=torch.float64)  # nats, and images whose class is among the first five
+        self.right, self.count = torch.zeros(2, classes, dtype=torch.int64)
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """logits [B, C], labels [B] int64."""
         logits, classes = logits.double(), len(self.count)
-        self.nats += float(image_nats(logits, F.one_hot(labels, classes).double(), self.loss).sum())
+        self.sums[0] += image_nats(logits, F.one_hot(labels, classes).double(), self.loss).sum()
         found = logits.argmax(-1) == labels
         self.right += torch.bincount(labels[found], minlength=classes)
         self.count += torch.bincount(labels, minlength=classes)
         if classes >= TOP_5_FROM:
-            self.among_five += int((logits.topk(5).indices == labels[:, None]).sum())
+            self.sums[1] += (logits.topk(5).indices == labels[:, None]).sum()
 
     def gather(self, ranks: Ranks) -> None:
         """Adds what the other ranks have scored."""
-        sums = torch.tensor([self.nats, float(self.among_five)], dtype=torch.float64)
-        (self.nats, five), self.right, self.count = ranks.total(sums, self.right, self.count)
-        self.nats, self.among_five = float(self.nats), int(five)
+        self.sums, self.right, self.count = ranks.total(self.sums, self.right, self.count)
 
     def result(self) -> dict[str, Any]:
-        images = int(self.count.sum())
+        images, (nats, among_five) = int(self.count.sum()), self.sums.tolist()
         shares = [int(r) / int(c) if c else None for r, c in zip(self.right, self.count, strict=True)]
-        result = {"nats": self.nats / images, "metric": "accuracy", "value": int(self.right.sum()) / images}
+        result = {"nats": nats / images, "metric": "accuracy", "value": int(self.right.sum()) / images}
         if len(self.count) >= TOP_5_FROM:
-            result["top5"] = self.among_five / images
+            result["top5"] = among_five / images
         return {**result, "images": images, "per_class": shares}
 
 
