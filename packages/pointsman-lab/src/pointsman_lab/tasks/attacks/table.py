@@ -5,18 +5,15 @@ Attacked tokens count as targets. Records of earlier versions have figures witho
 
 from __future__ import annotations
 
-import json
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman_lab._files import parse_json
 from pointsman_lab._grid import NONE, Grid
 from pointsman_lab._shapes import check_shape
-from pointsman_lab._values import finite
+from pointsman_lab._values import mean_of
 from pointsman_lab.report.forms import Forms
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import Comparison
@@ -173,12 +170,9 @@ def attack_tables(comparison: Comparison) -> list[AttackTable]:
 
 def _attacks(rows: Sequence[Mapping[str, Any]]) -> list[Attack]:
     """The attacks of these results, by rate."""
-    seen = {
-        json.dumps({key: row["attack"][key] for key in ("rate", "seed", "word")}): None
-        for row in rows
-        if row.get("attack")
-    }
-    return sorted((Attack(**parse_json(text)) for text in seen), key=lambda attack: attack.rate)
+    found = [row["attack"] for row in rows if row.get("attack")]
+    attacks = dict.fromkeys(Attack(one["rate"], one["seed"], one["word"]) for one in found)
+    return sorted(attacks, key=lambda attack: attack.rate)
 
 
 def _attacked(attack: Attack) -> Pick:
@@ -194,11 +188,9 @@ def _attacked(attack: Attack) -> Pick:
 
 def _moved(records: Sequence[Mapping[str, Any]], attacks: Sequence[Attack]) -> dict[float, float]:
     """Rate -> share of first experts that changed, mean over layers and records."""
-    found: dict[float, list[float]] = {}
-    for attack in attacks:
-        for record in records:
-            for change in record.get("routing", ()):
-                if change["attack"] == attack.to_dict():
-                    values = [finite(layer.get("top1")) for layer in change["layers"].values()]
-                    found.setdefault(attack.rate, []).extend(value for value in values if value is not None)
-    return {rate: statistics.fmean(values) for rate, values in found.items() if values}
+    known, found = [attack.to_dict() for attack in attacks], dict[float, list[Any]]()
+    for change in (change for record in records for change in record.get("routing", ())):
+        if change["attack"] in known:
+            layers = change["layers"].values()
+            found.setdefault(change["attack"]["rate"], []).extend(layer.get("top1") for layer in layers)
+    return {rate: mean for rate, values in found.items() if (mean := mean_of(values)) is not None}
