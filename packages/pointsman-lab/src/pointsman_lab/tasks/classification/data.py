@@ -46,10 +46,7 @@ TASKS: Mapping[str, KnownTask] = MappingProxyType(
             ("0", "1"),
         ),
         "sst2-glue": KnownTask(
-            "sst2",
-            {"train": "train.tsv", "dev": "dev.tsv"},
-            Columns("sentence", "label"),
-            ("0", "1"),
+            "sst2", {"train": "train.tsv", "dev": "dev.tsv"}, Columns("sentence", "label"), ("0", "1")
         ),
         "sst5": KnownTask(
             "sst5",

@@ -16,7 +16,7 @@ from torch import Tensor
 from pointsman._errors import RunError
 from pointsman.layer import MoE
 from pointsman_lab.models.config import build_model
-from pointsman_lab.models.encoder import Encoder, EncoderConfig
+from pointsman_lab.models.encoder import Encoder
 from pointsman_lab.models.huggingface.reading import open_config
 from pointsman_lab.training.config import RunConfig
 
@@ -61,8 +61,6 @@ def started(config: RunConfig) -> tuple[Encoder, str]:
     from pointsman.hf.loading import load_model
 
     folder = config.own["start_from"]
-    if not isinstance(config.model, EncoderConfig):
-        raise RunError(f"start_from={folder!r}: models of the family {config.model.family!r} start from no folder")
     model: Encoder = build_model(config.model)
     copied = load_xlm_roberta(model, load_model(folder, dtype="float32", masked=True).state_dict(), folder)
     sparse = f"; the experts of {copied} sparse layers start as copies of its feed-forward layers" if copied else ""
