@@ -20,10 +20,12 @@ from pointsman_lab._grid import Grid, wrapped
 class Forms(ABC):
     """A table in four forms: by default its grids, each below its caption."""
 
+    name: str
+
     @property
-    @abstractmethod
     def file(self) -> str:
         """The name of its files, without ending."""
+        return self.name
 
     @abstractmethod
     def csv(self) -> str:

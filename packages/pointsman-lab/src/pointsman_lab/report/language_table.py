@@ -103,10 +103,6 @@ class LanguageTable(Forms):
     def shown(self, cell: Cell, column: str, *, sign: bool = False) -> str:
         return cell.text(4, sign=sign) if column == "nats_per_character" else cell.shown(self.metric, sign=sign)
 
-    @property
-    def file(self) -> str:
-        return self.name
-
     def grid(self) -> Grid:
         """Routers x languages as text, then floors and errors."""
         rows = []

@@ -121,10 +121,6 @@ class AttackTable(Forms):
         return sorted({one.rate for one in self.conditions[1:]})
 
     @property
-    def file(self) -> str:
-        return self.name
-
-    @property
     def head(self) -> str:
         return self.protocol
 

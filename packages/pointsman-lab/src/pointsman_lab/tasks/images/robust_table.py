@@ -67,10 +67,6 @@ class RobustTable(Forms):
     protocol: str
 
     @property
-    def file(self) -> str:
-        return self.name
-
-    @property
     def head(self) -> str:
         return f"{TITLES[self.kind]}. {NOTES[self.kind]} {self.protocol}"
 
