@@ -112,7 +112,7 @@ class EvaluationContext:
     """How an evaluation runs.
 
     Attributes:
-        precision: an autocast context.
+        precision: an autocast context, entered at every forward.
         progress: a display, in batches over all k values.
         stop: asks it to stop; then `Stopped` is raised, and nothing is saved.
         final: whether it is the evaluation of the finished run, which gathers entropies and loads; otherwise a
@@ -122,7 +122,7 @@ class EvaluationContext:
         name: of the phase on the display; "": "evaluate" or "validate".
     """
 
-    precision: AbstractContextManager[Any] | None = None
+    precision: AbstractContextManager[Any] = field(default_factory=nullcontext)
     progress: Progress = field(default_factory=Quiet)
     stop: Stop | None = None
     final: bool = True
@@ -164,7 +164,7 @@ class Pass:
     @contextmanager
     def forward(self, mask: Tensor | None = None, *, counts: bool = True) -> Iterator[None]:
         """A forward: autocast, and `watch` unless the batch does not count."""
-        with self.how.precision or nullcontext(), self.watch(mask) if counts else nullcontext():
+        with self.how.precision, self.watch(mask) if counts else nullcontext():
             yield
 
 

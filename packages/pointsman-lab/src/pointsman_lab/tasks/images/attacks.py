@@ -6,7 +6,7 @@ As V-MoE's released adversarial project runs them: sign steps without a random s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,14 +21,13 @@ from pointsman.diagnostics.statistics import Fluctuation
 from pointsman.ops.selection import members
 from pointsman.recording import record_routing
 from pointsman.routing import Routing
+from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext
 from pointsman_lab.progress import check_stop
 from pointsman_lab.tasks.images.augment import evaluation_batches
 from pointsman_lab.tasks.images.part import ImagePart
 from pointsman_lab.tasks.images.shifts import Frame
 from pointsman_lab.tasks.images.task import image_nats
 from pointsman_lab.tasks.images.vit import VisionTransformer
-
-Precision = AbstractContextManager[Any] | None
 
 ATTACKS = {"pgd": 40, "fgsm": 1}
 """Steps of `SIZE / steps` along the gradient's sign, never further than `SIZE` from the image."""
@@ -37,7 +36,7 @@ SIZE = 1 / 127.5
 
 
 def attacked(
-    model: VisionTransformer, images: Tensor, labels: Tensor, steps: int, precision: Precision = None
+    model: VisionTransformer, images: Tensor, labels: Tensor, steps: int, how: EvaluationContext = PLAIN
 ) -> Tensor:
     """images [B, 3, S, S] in [-1, 1] -> the same, changed so that the loss of `labels` [B] rises."""
     targets = F.one_hot(labels, model.config.num_classes).to(images.dtype)
@@ -45,7 +44,7 @@ def attacked(
     for _ in range(steps):
         moved.requires_grad_(True)
         with torch.enable_grad():
-            with precision or nullcontext():
+            with how.precision:
                 logits = model(moved)
             loss = image_nats(logits.to(images.dtype), targets, model.config.loss).sum()
             (slope,) = torch.autograd.grad(loss, moved)
@@ -57,12 +56,7 @@ def attacked(
 
 @torch.no_grad()
 def under_gradient_attack(
-    model: VisionTransformer,
-    part: ImagePart,
-    name: str,
-    *,
-    top_k: int | None,
-    frame: Frame,
+    model: VisionTransformer, part: ImagePart, name: str, *, top_k: int | None, frame: Frame
 ) -> dict[str, Any]:
     """Accuracy on clean and attacked images, and how far the routing of each token moved; `name`: of `ATTACKS`.
 
@@ -78,16 +72,17 @@ def under_gradient_attack(
     how = frame.how
     how.progress.phase(name, -(-len(part) // frame.batch_size))
     device = next(model.parameters()).device
+
+    def routed(images: Tensor) -> tuple[Tensor, dict[str, Routing]]:
+        with record_routing(model) if layers else nullcontext({}) as records, how.precision:
+            return model(images), records
+
     with evaluating(model, 0), _only_images_train(model), set_top_k(model, top_k) if top_k else nullcontext():
         for number, (clean, labels) in enumerate(evaluation_batches(part, frame.batch_size), 1):
             check_stop(how.stop)
             clean, labels = clean.to(device), labels.to(device)
-            hostile = attacked(model, clean, labels, ATTACKS[name], how.precision)
-            nothing: dict[str, Routing] = {}
-            with record_routing(model) if layers else nullcontext(nothing) as one, how.precision or nullcontext():
-                before = model(clean)
-            with record_routing(model) if layers else nullcontext(nothing) as two, how.precision or nullcontext():
-                after = model(hostile)
+            hostile = attacked(model, clean, labels, ATTACKS[name], how)
+            (before, one), (after, two) = routed(clean), routed(hostile)
             for layer, change in layers.items():
                 change.update(one[layer], two[layer])
                 first, second = (members(each[layer].experts, each[layer].num_experts) for each in (one, two))

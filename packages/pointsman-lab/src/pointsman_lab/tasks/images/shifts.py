@@ -101,7 +101,7 @@ def look(model: VisionTransformer, part: ImagePart, k: int | None, frame: Frame,
     with evaluating(model, 0), set_top_k(model, k) if k else nullcontext(), watch:
         for images, own in evaluation_batches(part, frame.batch_size):
             check_stop(frame.how.stop)
-            with frame.how.precision or nullcontext():
+            with frame.how.precision:
                 logits.append(model(images.to(device)).double().cpu())
             labels.append(own)
     return Seen(torch.cat(logits), torch.cat(labels), routings)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -132,7 +131,7 @@ def _sums(stream: EvalStream, protocol: EvalProtocol, one: Pass) -> tuple[float,
         inputs, targets = (_own_rows(tensor, fill, ranks) for tensor, fill in ((inputs, 0), (targets, IGNORE)))
         real = targets >= 0
         mask = None if whole and stream.is_whole(index) else real.reshape(-1)
-        with one.how.precision or nullcontext(), one.watch(mask):
+        with one.how.precision, one.watch(mask):
             output = model(inputs, targets, memory, memory_length=protocol.memory_length, reduction="none")
         memory = output.memory
         total += output.loss.double().sum()
