@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._files import open_named
@@ -52,12 +53,13 @@ class Source:
         names: the ends of the files' paths, in any folder below, plain or .gz: LANG is a language, * a part of a name.
             Of each language the first of these names that a file has counts: the publishers' files come before those
             of XTREME's download, whose tests have no labels. Files of several languages go with no others.
-        keep: (rows, part "train" or "test") -> the rows of the part, of a file that holds both; None: all rows.
+        tested: English rows of files that hold both parts, which are translations of each other -> which are tested;
+            None: the files are of one part.
     """
 
     folder: str
     names: tuple[str, ...]
-    keep: Callable[[Rows, str], Rows] | None = None
+    tested: Callable[[Sequence[Any]], list[bool]] | None = None
 
     def files(self, data_dir: Path) -> dict[str, list[Path]]:
         """language -> its files ("" where the file has several languages); empty where there are none."""
@@ -121,34 +123,29 @@ def hashed(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
-def _by_premise(rows: Rows, part: str) -> Rows:
-    """One English premise in three is tested, with its translations."""
-    tested = [hashed(next(texts(pair))) % 3 == 0 for pair in _english(rows)]
-    return {language: _part(own, tested, part) for language, own in rows.items()}
+def _by_premise(rows: Sequence[Any]) -> list[bool]:
+    """One English premise in three."""
+    return [hashed(pair.first) % 3 == 0 for pair in rows]
 
 
-def _by_component(rows: Rows, part: str) -> Rows:
-    """One connected component of shared sentences in three is tested; rows without a text are left out."""
-    pairs = [(pair.first, pair.second) for pair in _english(rows) if isinstance(pair, Pair)]
-    tested = [hashed(group) % 3 == 0 for group in components(pairs)]
-    return {
-        language: [pair for pair in _part(own, tested, part) if "NS" not in texts(pair)]
-        for language, own in rows.items()
-    }
+def _by_component(rows: Sequence[Any]) -> list[bool]:
+    """One connected component of shared sentences in three."""
+    return [hashed(group) % 3 == 0 for group in components([(pair.first, pair.second) for pair in rows])]
 
 
-def _english(rows: Rows) -> list[Item]:
-    """The rows that decide about the split of rows that are translations of each other."""
+def _split(rows: Rows, tested: Callable[[Sequence[Any]], list[bool]], part: str) -> Rows:
+    """The rows of a part, by the English ones with their translations; rows without a text are left out."""
     if ENGLISH not in rows:
         raise RunError("the development set has no English part, which decides about the split")
+    english = rows[ENGLISH]
     for language, own in rows.items():
-        if len(own) != len(rows[ENGLISH]):
-            raise RunError(f"the development set has {len(own)} rows in {language!r}, and {len(rows[ENGLISH])} in 'en'")
-    return rows[ENGLISH]
-
-
-def _part(rows: Sequence[Item], tested: Sequence[bool], part: str) -> list[Item]:
-    return [row for row, test in zip(rows, tested, strict=True) if test == (part == "test")]
+        if len(own) != len(english):
+            raise RunError(f"the development set has {len(own)} rows in {language!r}, and {len(english)} in 'en'")
+    kept = [test == (part == "test") for test in tested(english)]
+    return {
+        language: [row for row, of_part in zip(own, kept, strict=True) if of_part and "NS" not in texts(row)]
+        for language, own in rows.items()
+    }
 
 
 def components(pairs: Sequence[tuple[str, str]]) -> list[str]:
@@ -239,16 +236,16 @@ def load_task(
     rows: Rows = {}
     read: list[Path] = []
     for language, own in files.items():
-        if languages is None or language in ("", *languages) or source.keep:
+        if languages is None or language in ("", *languages) or source.tested:
             for file in own:
                 read.append(file)
                 for key, items in _read(task, file, language, labelled).items():
                     rows.setdefault(key, []).extend(items)
-    if task.kind == "pairs" and len({len(items) for items in rows.values()}) > 1 and not source.keep:
+    if task.kind == "pairs" and len({len(items) for items in rows.values()}) > 1 and not source.tested:
         rows = {
             key: [replace(item, row=None) for item in items if isinstance(item, Pair)] for key, items in rows.items()
         }
-    rows = source.keep(rows, part) if source.keep else rows
+    rows = _split(rows, source.tested, part) if source.tested else rows
     return Part(rows if languages is None else {key: rows[key] for key in languages if key in rows}, tuple(read))
 
 
