@@ -183,11 +183,7 @@ def metric_of(kind: str, name: str) -> str:
 
 
 def score(
-    name: str,
-    language: str,
-    items: Sequence[Item],
-    predictions: Sequence[Prediction],
-    groups: Sequence[str],
+    name: str, language: str, items: Sequence[Item], predictions: Sequence[Prediction], groups: Sequence[str]
 ) -> Score:
     """The figures of one language.
 

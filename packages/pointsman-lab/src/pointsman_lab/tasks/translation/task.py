@@ -19,7 +19,7 @@ from pointsman_lab.data.task_streams import PADDING, Encoded, TaskStream, eval_b
 from pointsman_lab.evaluation.diagnose import Batch
 from pointsman_lab.evaluation.passes import EvaluationContext, Pass, evaluated
 from pointsman_lab.runs.paths import slug
-from pointsman_lab.tasks.translation.data import Ids, Pairs, ParallelText, ended, ids_of, open_parallel
+from pointsman_lab.tasks.translation.data import Pairs, ParallelText, ended, ids_of, open_parallel
 from pointsman_lab.tasks.translation.model import LENGTH_PENALTY, LONGER, MORE, TranslationConfig, search
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.objectives import Objective, class_loss, logits_alone, objective_of
@@ -73,14 +73,10 @@ class Translation(Task):
 
     def _encode(self, pairs: Sequence[tuple[str, str]], length: int) -> Encoded:
         """Rows of source ids, labels [n, T] of target ids, padded with -1."""
-        sides: tuple[list[Ids], list[Ids]] = ([], [])
-        cut = 0
-        for pair in pairs:
-            both = [self.vocabulary.encode(text) for text in pair]
-            cut += max(map(len, both)) >= length
-            for side, ids in zip(sides, both, strict=True):
-                side.append(ended(ids, length))
-        return Encoded(tuple(sides[0]), padded(sides[1]).numpy(), cut)
+        whole = [[self.vocabulary.encode(text) for text in pair] for pair in pairs]
+        cut = sum(max(map(len, pair)) >= length for pair in whole)
+        sources, targets = ([ended(ids, length) for ids in side] for side in zip(*whole, strict=True))
+        return Encoded(tuple(sources), padded(targets).numpy(), cut)
 
     def observed(self, config: RunConfig, split: str, tokens: int | None, device: torch.device) -> Observed:
         """Pairs of a part, the right translation as the decoder's input; groups are source languages."""
