@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pointsman._errors import RunError, did_you_mean
+from pointsman._errors import RunError
 from pointsman_lab._files import open_named
 from pointsman_lab.data.reading import files_below
 from pointsman_lab.tasks.crosslingual.formats import Pair, Question, Tagged, read_pairs, read_questions, read_tagged
@@ -222,8 +222,6 @@ def load_task(
         languages: those to read; None: all.
         labelled: False: for the text alone, labels and answers need not be there.
     """
-    if name not in XTREME:
-        raise RunError(f"unknown task {name!r}: {did_you_mean(name, XTREME)}")
     task = XTREME[name]
     source = task.train if part == "train" else task.test
     files = source.files(data_dir)

@@ -183,8 +183,6 @@ class MaskedStream:
         self, text: PackedText, batch_size: int, *, masking: Masking | None = None, exponent: float = 0.7,
         seed: int = 0, device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
-        if batch_size < 1:
-            raise ValueError(f"batch size {batch_size}: at least 1")
         self.batch_size, self.seed = batch_size, seed
         self.masking = masking or Masking()
         self._text = text
