@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,9 +19,8 @@ from pointsman.ops.kernels import using
 from pointsman_lab._files import read_whole_json, within, write_whole
 from pointsman_lab.cli.progress import Display, stop_on_signals
 from pointsman_lab.cli.runs import write_page
-from pointsman_lab.evaluation.passes import EvaluationContext, eval_top_k
+from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, eval_top_k
 from pointsman_lab.finetuning.run import identity
-from pointsman_lab.progress import Progress, Quiet, Stop
 from pointsman_lab.runs.comparison import read_comparison, read_plan
 from pointsman_lab.runs.paths import slug
 from pointsman_lab.runs.record import RunRecord
@@ -94,12 +93,7 @@ class Asked:
 
 
 def robustness(
-    run: Run,
-    asked: Asked,
-    *,
-    progress: Progress | None = None,
-    stop: Stop | None = None,
-    keep: dict[str, str] | None = None,
+    run: Run, asked: Asked, *, how: EvaluationContext = PLAIN, keep: dict[str, str] | None = None
 ) -> dict[str, Any]:
     """The record of one run: what `robustness.images` and `image_attacks` give, with "kind", "checkpoint" and so on."""
     config = run.config
@@ -108,7 +102,7 @@ def robustness(
     images = cast(ImageClassification, run.task()).images
     clean = images.split(asked.split)
     top_k = asked.top_k or (config.top_k_schedule.high,)
-    frame = Frame(config.eval_batch_size, EvaluationContext(run.autocast(), progress or Quiet(), stop), keep)
+    frame = Frame(config.eval_batch_size, replace(how, precision=run.autocast()), keep)
     rows = chosen_rows(clean, _budget(asked, run))
     protocol = {"data": images.description, "split": asked.split, "images": len(rows), "top_k": list(top_k)}
     with using(run.config.kernels):
@@ -207,13 +201,7 @@ def _budget(asked: Asked, run: Run) -> int | None:
 
 
 def save_robustness(
-    run: Run,
-    asked: Asked,
-    *,
-    out: Path | None = None,
-    progress: Progress | None = None,
-    stop: Stop | None = None,
-    predictions: bool = False,
+    run: Run, asked: Asked, *, out: Path | None = None, how: EvaluationContext = PLAIN, predictions: bool = False
 ) -> tuple[dict[str, Any], Path]:
     """`robustness`, written into `out` or the run directory, unless the same is there; the record and its file.
 
@@ -230,7 +218,7 @@ def save_robustness(
     before = read_whole_json(file)
     if before is not None and before.get("asked") == wanted and not predictions:
         return before, file
-    record = {**robustness(run, asked, progress=progress, stop=stop, keep=keep), "asked": wanted}
+    record = {**robustness(run, asked, how=how, keep=keep), "asked": wanted}
     for name, content in (keep or {}).items():
         write_whole(within(file.parent, "predictions", file.stem, name), content)
     write_whole(file, json.dumps(record, indent=2) + "\n")
@@ -250,9 +238,10 @@ def evaluate_shifted(values: argparse.Namespace, device: str) -> int:
     asked = Asked.parse(values.robust, split=values.split or "test", top_k=values.top_k, tokens=tokens)
     single, predictions = read_plan(values.run) is None, bool(values.predictions)
     with Display() as display, stop_on_signals() as stop:
+        how = EvaluationContext(progress=display, stop=stop)
         for run in runs_at(values.run, device, display.note):
             out = values.out if single else None
-            _, file = save_robustness(run, asked, out=out, progress=display, stop=stop, predictions=predictions)
+            _, file = save_robustness(run, asked, out=out, how=how, predictions=predictions)
     if single:
         read = RunRecord(file.parent, run.config.model.router, run.config.seed, {})
         print(table_of([read.router], file.stem, {(read.router, read.seed): shifted_images(read, file.stem)}).text())
