@@ -135,7 +135,7 @@ def figures(kind: str, record: Record, k: int) -> dict[str, float | None]:
     if kind == "c":
         clean, corrupted = _clean(record, k), mean_of(row.get("value") for row in rows)
         routing = record.get("routing") or ()  # at the k of training
-        calibration = next((row.get("calibration", {}) for row in _at(record, k, "clean")), {})
+        calibration: Record = next((row.get("calibration", {}) for row in _at(record, k, "clean")), {})
         return {
             "clean": clean, "corrupted": corrupted, "drop": _difference(clean, corrupted), "mCE": None,
             "relative mCE": None, "first expert moved": _layers("top1", routing), "set moved": _layers("sets", routing),
