@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pointsman_lab._grid import NONE, Grid
@@ -11,13 +11,22 @@ from pointsman_lab.intervals import smallest_within
 from pointsman_lab.report.series import short_layer
 
 Found = Mapping[str, Any]
+Part = dict[str, Any]
+"""What `part` makes."""
 INTERVAL = "± is half of the 95 % interval over paired quarters of rows of text; a difference within it is none."
 HOW = {"reap": "pruned (reap)", "m-smoe": "merged (m-smoe)"}
 KEPT = {True: "yes", False: "no", None: "not decided by this text"}
 
 
-def cost_parts(audit: Found) -> list[dict[str, Any]]:
-    """{"title", "grid", "note"} of each part that follows what the audit has measured of the routing."""
+def part(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], note: str, words: Sequence[int] = ()
+) -> Part:
+    """A table of the page, what its figures mean, and which of its columns hold words."""
+    return {"title": title, "grid": Grid(header, rows, code=False), "note": note, "words": words}
+
+
+def cost_parts(audit: Found) -> list[Part]:
+    """The parts that follow what the audit has measured of the routing."""
     return [_schedules(audit), _memory(audit), _serving(audit), _placement(audit), _cache(audit)]
 
 
@@ -30,24 +39,7 @@ def spread(of: Found | None, digits: int = 4, *, sign: bool = False, scale: floa
     return shown if half is None else f"{shown} ± {half * scale:.{digits}f}"
 
 
-def answers(audit: Found) -> dict[str, Any]:
-    found = audit.get("answers") or []
-    rows = [
-        [k_of(one, audit), spread(one["reached"], 1, scale=100), spread(one.get("gained"), 1, sign=True, scale=100),
-         spread(one["tokens"], 1), spread(one.get("times"), 2)]
-        for one in found
-    ]  # fmt: skip
-    most = (audit.get("protocol") or {}).get("answer_tokens")
-    note = (
-        f"Greedy generation on {found[0]['prompts'] if found else 0} prompts until the answer is in its text; without "
-        f"the answer, until the text ends or {most} tokens are spent. Times: tokens over those of the own k. "
-        "± is half of the 95 % interval over prompts, paired with the own k."
-    )
-    header = ["k", "answers, %", "against own k", "tokens a prompt", "times own k"]
-    return {"title": "Tokens to an answer", "grid": Grid(header, rows, code=False), "note": note}
-
-
-def prunings(audit: Found) -> dict[str, Any]:
+def prunings(audit: Found) -> Part:
     rows = [
         [f"{one['kept']} of {one['experts']}", HOW.get(one["method"], one["method"]),
          spread({"mean": one["share"], "half": one["share_half"]}, 2, sign=True, scale=100), KEPT[one["within"]],
@@ -62,10 +54,10 @@ def prunings(audit: Found) -> dict[str, Any]:
         "pointsman compress makes the smaller model, by these methods and others."
     )
     header = ["experts a layer", "method", "loss, %", "within 1 %", "against random", "weights", "bytes a token"]
-    return {"title": "Experts that can go", "grid": Grid(header, rows), "note": note}
+    return part("Experts that can go", header, rows, note, words=(1, 3))
 
 
-def dropped(audit: Found) -> dict[str, Any]:
+def dropped(audit: Found) -> Part:
     """Which experts the smallest model within the margin leaves out, or the largest one that was tried."""
     tried = audit.get("prunings") or ()
     kept = smallest_within(tried)
@@ -81,10 +73,10 @@ def dropped(audit: Found) -> dict[str, Any]:
         f"{what}; this is the one that is {HOW.get(str(one.get('method')), '')} to {one.get('kept')} experts a layer."
         + (" 3 + 5: these become one." if one.get("method") == "m-smoe" else "")
     )
-    return {"title": "Which experts go", "grid": Grid(["layer", "experts"], rows), "note": note}
+    return part("Which experts go", ["layer", "experts"], rows, note, words=(1,))
 
 
-def _schedules(audit: Found) -> dict[str, Any]:
+def _schedules(audit: Found) -> Part:
     rows = [
         [one["kind"], f"{one['mean_k']:.2f}", " ".join(map(str, one["ks"].values())) if len(one["ks"]) <= 32 else NONE,
          f"{100 * one['searched']:+.2f}",
@@ -95,22 +87,21 @@ def _schedules(audit: Found) -> dict[str, Any]:
     header = ["k by layer", "mean k", "k of each layer", "searched, %", "held out, %", "within 1 %", "bytes a token"]
     note = (
         "Change of the loss against the model's own k, on the half of the text that the search read, and on the other "
-        f"half. Greedy: the cheapest step down first; exact: the best of all schedules; "
-        f"mean k: the best within this budget. Bytes a token: weights in bf16 "
-        f"at a batch of 1, 16 and 256, an estimate. {INTERVAL}"
+        "half. Greedy: the cheapest step down first; exact: the best of all schedules; mean k: the best within this "
+        f"budget. Bytes a token: weights in bf16 at a batch of 1, 16 and 256, an estimate. {INTERVAL}"
     )
-    return {"title": "k by layer", "grid": Grid(header, rows), "note": note}
+    return part("k by layer", header, rows, note, words=(2, 5))
 
 
-def _memory(audit: Found) -> dict[str, Any]:
+def _memory(audit: Found) -> Part:
     of = audit.get("serving") or {}
-    rows = [["all weights", *(_bytes(size) for size in (of.get("memory") or {}).values())]]
+    memory = of.get("memory") or {}
+    rows = [["all weights", *map(_bytes, memory.values())]] if of else []
     note = f"{of.get('parameters', 0):,} parameters, {of.get('experts', 0):,} of them in experts."
-    return {"title": "Weights in memory", "grid": Grid(["", *(of.get("memory") or {})], rows) if of else None,
-            "note": note}  # fmt: skip
+    return part("Weights in memory", ["", *memory], rows, note)
 
 
-def _serving(audit: Found) -> dict[str, Any]:
+def _serving(audit: Found) -> Part:
     found = (audit.get("serving") or {}).get("rows") or []
     machines = list(found[0]["seconds"]) if found else []
     rows = [
@@ -125,10 +116,10 @@ def _serving(audit: Found) -> dict[str, Any]:
         "out."
     )
     header = ["k", "batch", "distinct", "MFLOP a token", "bytes a token", *(f"{name}, µs" for name in machines)]
-    return {"title": "Cost to serve (estimate)", "grid": Grid(header, rows), "note": note}
+    return part("Cost to serve (estimate)", header, rows, note)
 
 
-def _placement(audit: Found) -> dict[str, Any]:
+def _placement(audit: Found) -> Part:
     placed = audit.get("placement") or {}
     names = list(next(iter(placed.values()), {}))
     rows = [[short_layer(layer), *(f"{of.get(name, 0.0):.2f}" for name in names)] for layer, of in placed.items()]
@@ -136,10 +127,10 @@ def _placement(audit: Found) -> dict[str, Any]:
         "Simulated on the recorded routing, experts over eight devices (or one for each expert): largest load of a "
         "device over the mean, chosen on the first half of the tokens, judged on the second."
     )
-    return {"title": "Expert-parallel placement", "grid": Grid(["layer", *names], rows), "note": note}
+    return part("Expert-parallel placement", ["layer", *names], rows, note)
 
 
-def _cache(audit: Found) -> dict[str, Any]:
+def _cache(audit: Found) -> Part:
     cached = audit.get("cache") or {}
     hits = cached.get("layers") or {}
     names = list(next(iter(hits.values()), {}))
@@ -148,11 +139,7 @@ def _cache(audit: Found) -> dict[str, Any]:
         f"Simulated on the recorded routing, {cached.get('size', NONE)} experts a layer in fast memory: share of the "
         "choices that find their expert there. The optimum knows the future."
     )
-    return {"title": "Cache of hot experts", "grid": Grid(["layer", *names], rows), "note": note}
-
-
-def k_of(row: Found, audit: Found) -> str:
-    return f"{row['top_k'] or NONE}{' (own)' if row['top_k'] == audit.get('top_k') else ''}"
+    return part("Cache of hot experts", ["layer", *names], rows, note)
 
 
 def percent(value: Any) -> str:
