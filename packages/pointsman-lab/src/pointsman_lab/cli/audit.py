@@ -29,23 +29,22 @@ PIECE = 1 << 16
 
 def parser() -> Parser:
     flags = Parser("audit", "Routing statistics and loss at every k of a Hugging Face MoE.", EPILOG)
-    flags.add_argument("model", metavar="MODEL", help="a folder with a saved model, or a name on the hub")
-    flags.add_argument("--data", default="stdlib", metavar="NAME|PATH,…", help="one domain or several (stdlib)")
-    flags.add_argument("--against", metavar="MODEL", help="another checkpoint of the same model")
-    flags.add_argument("--top-k", help="default: 1, 2, 4, … up to four times the model's k, and its k")
-    flags.add_argument("--eval-tokens", default=50_000, help="tokens to read (default: 50000)")
-    flags.add_argument("--length", type=whole(2, "length"), default=512, metavar="N", help="tokens a row (512)")
-    flags.add_argument("--batch-size", type=whole(1, "batch_size"), default=4, metavar="N", help="rows a forward (4)")
+    flags.add("model MODEL", "a folder with a saved model, or a name on the hub")
+    flags.add("--data NAME|PATH,…", "one domain or several (stdlib)", default="stdlib")
+    flags.add("--against MODEL", "another checkpoint of the same model")
+    flags.add("--top-k", "default: 1, 2, 4, … up to four times the model's k, and its k")
+    flags.add("--eval-tokens", "tokens to read (default: 50000)", default=50_000)
+    flags.add("--length N", "tokens a row (512)", type=whole(2, "length"), default=512)
+    flags.add("--batch-size N", "rows a forward (4)", type=whole(1, "batch_size"), default=4)
     told = "tokens on which experts are removed and k is set by layer; 0: not at all (4096)"
-    flags.add_argument("--probe-tokens", type=whole(0), default=4096, metavar="N", help=told)
+    flags.add("--probe-tokens N", told, type=whole(0), default=4096)
     told = 'JSON lines with "prompt" (or "messages") and "answer": tokens until the answer at every k'
-    flags.add_argument("--task", type=Path, metavar="FILE", help=told)
-    told = "tokens to generate for a prompt, at most (256)"
-    flags.add_argument("--answer-tokens", type=whole(1), default=256, metavar="N", help=told)
+    flags.add("--task FILE", told, type=Path)
+    flags.add("--answer-tokens N", "tokens to generate for a prompt, at most (256)", type=whole(1), default=256)
     told = "keep the experts on the disk and read one layer's at a time, for a model that does not fit in memory"
-    flags.add_argument("--on-disk", action="store_true", help=told)
-    flags.add_argument("--tokenizer", metavar="MODEL", help="whose tokenizer to take (default: the model's)")
-    flags.add_argument("--dtype")
+    flags.add("--on-disk", told, action="store_true")
+    flags.add("--tokenizer MODEL", "whose tokenizer to take (default: the model's)")
+    flags.add("--dtype")
     flags.common("where the results go (default: audit-NAME here; beside a model that one stands in)", settings="")
     return flags
 

@@ -36,13 +36,10 @@ def parser() -> Parser:
         "Say what a trainer does to the router of a tiny mixture of experts, beside float64.",
         EPILOG.format(trainers=textwrap.fill(names, 78)),
     )
-    flags.add_argument("trainer", metavar="TRAINER", help="a name, all, or FILE.py:function")
-    flags.add_argument(
-        "--balance", metavar="WHOSE",
-        help="own (of the class or engine), pointsman (hf.balance, a router of ours), or both, with a comma "
-        "(default: own; of all: both)",
-    )  # fmt: skip
-    flags.add_argument("--lines", metavar="A,B", help="only these lines")
+    flags.add("trainer TRAINER", "a name, all, or FILE.py:function")
+    told = "own (of the class or engine), pointsman (hf.balance, a router of ours), or both, with a comma "
+    flags.add("--balance WHOSE", f"{told}(default: own; of all: both)")
+    flags.add("--lines A,B", "only these lines")
     flags.common("a folder for the verdicts, as check.json and check.md", settings="")
     flags.only_cpu = "checks run on a CPU"
     return flags

@@ -49,19 +49,18 @@ TRAINING_FLAGS = (
 
 def parser() -> Parser:
     flags = Parser("compare", "Train several routers with equal settings and compare them at every k.", EPILOG)
-    flags.add_argument("--routers", type=words, metavar="A,B,C", help="router specs; `pointsman routers` lists them")
-    flags.add_argument("--seeds")
+    flags.add("--routers A,B,C", "router specs; `pointsman routers` lists them", type=words)
+    flags.add("--seeds")
     told = "runs or fine-tunings at a time, one thread each (default: as many as cores where the model is small)"
-    flags.add_argument("--jobs", type=whole(1), metavar="N", help=told)
+    flags.add("--jobs N", told, type=whole(1))
     told = "runs as tasks of a cluster, a core or (--device cuda) a GPU each: ray, ray://HOST:PORT, slurm[://PARTITION]"
-    flags.add_argument("--cluster", metavar="NAME", help=told)
+    flags.add("--cluster NAME", told)
     told = "choose this setting for each row by successive halving, on seeds of its own: KEY=A,B,C or KEY=LOW..HIGH"
-    flags.add_argument("--tune", action="append", metavar="KEY=VALUES", help=told)
-    told = "names of rows in tables and page: smoe=Plain,xmoe=X-MoE"
-    flags.add_argument("--names", type=words, default=[], metavar="ROW=TEXT,…", help=told)
-    flags.add_argument("--baseline", metavar="ROW", help="the row that differences are taken against (the first)")
+    flags.add("--tune KEY=VALUES", told, action="append")
+    flags.add("--names ROW=TEXT,…", "names of rows in tables and page: smoe=Plain,xmoe=X-MoE", type=words, default=[])
+    flags.add("--baseline ROW", "the row that differences are taken against (the first)")
     told = "the table's columns, by their titles: k=1,k=8,entropy,seeds; all: each of them again"
-    flags.add_argument("--columns", type=words, default=[], metavar="A,B", help=told)
+    flags.add("--columns A,B", told, type=words, default=[])
     add_run_flags(flags)
     add_compare_flags(flags)
     add_rank_flags(flags)

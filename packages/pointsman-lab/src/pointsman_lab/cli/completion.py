@@ -19,7 +19,7 @@ EPILOG = """examples:
 
 def parser() -> Parser:
     flags = Parser("completion", "Write a script by which a shell completes pointsman's words.", EPILOG)
-    flags.add_argument("shell", metavar="SHELL", choices=("bash", "zsh", "tcsh"), help="bash, zsh or tcsh")
+    flags.add("shell SHELL", "bash, zsh or tcsh", choices=("bash", "zsh", "tcsh"))
     flags.common("a folder for the script (default: it is printed)", settings="")
     return flags
 

@@ -27,22 +27,18 @@ RECORD = "compression.json"
 
 def parser() -> Parser:
     flags = Parser("compress", "Prune or merge the experts of a Hugging Face MoE.", EPILOG)
-    flags.add_argument("model", metavar="MODEL", help="a folder with a saved model, or a name on the hub")
-    flags.add_argument(
-        "--experts", type=kept, default=0.5, metavar="N", help="the share to keep, or their number (0.5)"
-    )
-    told = "layers may keep different numbers; --experts is their mean"
-    flags.add_argument("--uneven", action="store_true", help=told)
-    flags.add_argument("--method", default="reap", help="reap, frequency, norm, mean, hc-smoe, m-smoe, search, random")
-    flags.add_argument("--data", default="stdlib", metavar="NAME|PATH,…", help="one domain or several (stdlib)")
-    told = "steps of distillation afterwards, of the random prunings, too (0)"
-    flags.add_argument("--heal", type=whole(0), default=0, metavar="N", help=told)
-    flags.add_argument("--random", type=whole(1), default=3, metavar="N", help="random prunings beside it (3)")
-    flags.add_argument("--eval-tokens", default=50_000, help="tokens to read (default: 50000)")
-    flags.add_argument("--length", type=whole(2, "length"), default=512, metavar="N", help="tokens a row (512)")
-    flags.add_argument("--batch-size", type=whole(1, "batch_size"), default=4, metavar="N", help="rows a forward (4)")
-    flags.add_argument("--tokenizer", metavar="MODEL", help="whose tokenizer to take (default: the model's)")
-    flags.add_argument("--dtype")
+    flags.add("model MODEL", "a folder with a saved model, or a name on the hub")
+    flags.add("--experts N", "the share to keep, or their number (0.5)", type=kept, default=0.5)
+    flags.add("--uneven", "layers may keep different numbers; --experts is their mean", action="store_true")
+    flags.add("--method", "reap, frequency, norm, mean, hc-smoe, m-smoe, search, random", default="reap")
+    flags.add("--data NAME|PATH,…", "one domain or several (stdlib)", default="stdlib")
+    flags.add("--heal N", "steps of distillation afterwards, of the random prunings, too (0)", type=whole(0), default=0)
+    flags.add("--random N", "random prunings beside it (3)", type=whole(1), default=3)
+    flags.add("--eval-tokens", "tokens to read (default: 50000)", default=50_000)
+    flags.add("--length N", "tokens a row (512)", type=whole(2, "length"), default=512)
+    flags.add("--batch-size N", "rows a forward (4)", type=whole(1, "batch_size"), default=4)
+    flags.add("--tokenizer MODEL", "whose tokenizer to take (default: the model's)")
+    flags.add("--dtype")
     flags.common("the folder to write", settings="")
     return flags
 

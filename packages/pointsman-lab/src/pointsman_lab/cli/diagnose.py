@@ -21,16 +21,12 @@ The figures and their conventions: docs/diagnostics.md.
 
 def parser() -> Parser:
     flags = Parser("diagnose", "Routing diagnostics of a run or a model.", EPILOG)
-    flags.add_argument("target", metavar="RUN|MODEL", help="a run, a checkpoint, a comparison, or a Hugging Face model")
-    flags.add_argument("--data", help="other data, in the run's vocabulary (default: the run's)")
-    flags.add_argument(
-        "--split", choices=("train", "valid", "test"), help="default: the one that the run reports, mostly test"
-    )
-    flags.add_argument(
-        "--against", action="append", default=[], metavar="OTHER", help="another run or checkpoint; may be repeated"
-    )
-    flags.add_argument("--top-k", help="k values to compare with its own (default: a run's; of a model none)")
-    flags.add_argument("--eval-tokens", default=50_000, help="tokens to read (default: 50000)")
+    flags.add("target RUN|MODEL", "a run, a checkpoint, a comparison, or a Hugging Face model")
+    flags.add("--data", "other data, in the run's vocabulary (default: the run's)")
+    flags.add("--split", "default: the one that the run reports, mostly test", choices=("train", "valid", "test"))
+    flags.add("--against OTHER", "another run or checkpoint; may be repeated", action="append", default=[])
+    flags.add("--top-k", "k values to compare with its own (default: a run's; of a model none)")
+    flags.add("--eval-tokens", "tokens to read (default: 50000)", default=50_000)
     flags.common(
         "where diagnostics.json goes (default: the run)",
         settings="settings of a run: eval_batch_size, eval_segment_length, eval_memory_length",

@@ -31,16 +31,13 @@ SETTINGS = ("eval_batch_size", "eval_segment_length", "eval_memory_length", "pre
 
 def parser() -> Parser:
     flags = Parser("evaluate", "Evaluate a run at any k, on its own or other data.", EPILOG)
-    flags.add_argument("run", type=Path, metavar="RUN", help="a run directory, a fine-tuned one too")
-    flags.add_argument("--data", help="other data, in the run's vocabulary (default: the run's)")
-    flags.add_argument("--split", choices=("valid", "test"), help="default: the one that the run reports, mostly test")
-    flags.add_argument("--top-k", help="default: those of the run")
-    flags.add_argument("--eval-tokens", help="tokens to score (default: as the run's settings say)")
-    flags.add_argument(
-        "--predictions",
-        choices=("official",),
-        help="write what the official scorer of the task reads, into predictions/",
-    )
+    flags.add("run RUN", "a run directory, a fine-tuned one too", type=Path)
+    flags.add("--data", "other data, in the run's vocabulary (default: the run's)")
+    flags.add("--split", "default: the one that the run reports, mostly test", choices=("valid", "test"))
+    flags.add("--top-k", "default: those of the run")
+    flags.add("--eval-tokens", "tokens to score (default: as the run's settings say)")
+    told = "write what the official scorer of the task reads, into predictions/"
+    flags.add("--predictions", told, choices=("official",))
     for entry in entries():
         entry.add_flags("evaluate", flags)
     flags.common(

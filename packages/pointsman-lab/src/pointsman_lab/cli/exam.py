@@ -34,12 +34,12 @@ QUICK_SEEDS = 2
 
 def parser() -> Parser:
     flags = Parser("exam", "Examine routers on tasks whose best routing is known.", EPILOG)
-    flags.add_argument("routers", metavar="ROUTERS|FILE.py", help="specs (A,B,C), a file that registers some, or all")
-    flags.add_argument("--tasks", type=words, metavar="A,B,C", help="which tasks (default: all)")
-    flags.add_argument("--seeds", default=8, help="how many seeds (default: 8)")
-    flags.add_argument("--quick", action="store_true", help="4 tasks and 2 seeds: about two minutes")
-    flags.add_argument("--jobs", type=whole(1), metavar="N", help="processes, one thread each (default: the cores)")
-    flags.add_argument("--again", action="store_true", help="train also what the record knows")
+    flags.add("routers ROUTERS|FILE.py", "specs (A,B,C), a file that registers some, or all")
+    flags.add("--tasks A,B,C", "which tasks (default: all)", type=words)
+    flags.add("--seeds", "how many seeds (default: 8)", default=8)
+    flags.add("--quick", "4 tasks and 2 seeds: about two minutes", action="store_true")
+    flags.add("--jobs N", "processes, one thread each (default: the cores)", type=whole(1))
+    flags.add("--again", "train also what the record knows", action="store_true")
     flags.common("the exam's directory (default: runs/exam, or runs/exam-quick)", "")
     flags.only_cpu = "the exam runs on the CPU"
     return flags

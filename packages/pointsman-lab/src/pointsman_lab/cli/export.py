@@ -25,11 +25,11 @@ EPILOG = """examples:
 
 def parser() -> Parser:
     flags = Parser("export", "Write a run's weights, settings and vocabulary.", EPILOG)
-    flags.add_argument("run", type=Path, metavar="RUN", help="a run directory")
-    flags.add_argument("--format", default="safetensors", choices=("safetensors", "hf"),
-                       help="safetensors (default), or hf: a decoder as a model of transformers")  # fmt: skip
-    flags.add_argument("--materialize", action="store_true", help="generated and frozen routers as plain linear ones")
-    flags.add_argument("--top-k", type=whole(1), metavar="K", help="experts a token, with hf (default: the last k)")
+    flags.add("run RUN", "a run directory", type=Path)
+    told = "safetensors (default), or hf: a decoder as a model of transformers"
+    flags.add("--format", told, default="safetensors", choices=("safetensors", "hf"))
+    flags.add("--materialize", "generated and frozen routers as plain linear ones", action="store_true")
+    flags.add("--top-k K", "experts a token, with hf (default: the last k)", type=whole(1))
     flags.common("the folder to write (default: RUN/export)", settings="")
     return flags
 

@@ -27,15 +27,13 @@ EPILOG = """After an interruption the same command continues.
 
 def parser() -> Parser:
     flags = Parser("finetune", "Fine-tune a pre-trained run on a task.", EPILOG)
-    flags.add_argument("run", type=Path, metavar="RUN", help="the pre-trained run's directory")
-    flags.add_argument("--task", metavar="NAME|PATH", help="the task, also as PATH:text=COLUMN:label=COLUMN")
-    flags.add_argument("--steps", help="optimizer steps")
-    flags.add_argument(
-        "--epochs", type=number_from(0, name="epochs"), metavar="N", help="passes over the training split"
-    )
-    flags.add_argument("--seeds")
-    flags.add_argument("--top-k", help="the k values of the evaluation (default: the run's)")
-    flags.add_argument("--eval-tokens", help="tokens of the test split to score, in whole texts")
+    flags.add("run RUN", "the pre-trained run's directory", type=Path)
+    flags.add("--task NAME|PATH", "the task, also as PATH:text=COLUMN:label=COLUMN")
+    flags.add("--steps", "optimizer steps")
+    flags.add("--epochs N", "passes over the training split", type=number_from(0, name="epochs"))
+    flags.add("--seeds")
+    flags.add("--top-k", "the k values of the evaluation (default: the run's)")
+    flags.add("--eval-tokens", "tokens of the test split to score, in whole texts")
     add_task_settings(flags)
     flags.common("the run directory (default: RUN/finetune/TASK/seed-S; with several runs: a folder of them)")
     return flags
@@ -50,34 +48,25 @@ TASK_FLAGS = (
 
 def add_task_settings(flags: Parser) -> None:
     """Flags of both `finetune` and `compare --task`."""
-    flags.add_argument("--task-top-k", metavar="K", help="k while fine-tuning (default: the task's)")
-    flags.add_argument("--task-preset", metavar="NAME", default="", help="published settings of the task")
-    flags.add_argument("--freeze", type=words, metavar="ROLES", help="parts that do not train: router,experts")
-    flags.add_argument(
-        "--balance", type=numbers(), metavar="A,A", help="weight of the balance loss; several: one run each"
-    )
-    flags.add_argument("--pooling", metavar="HOW", help="last, first or mean hidden state (default: the task's)")
-    flags.add_argument("--length", type=whole(2, "length"), metavar="N", help="tokens of a text (default: the task's)")
-    flags.add_argument("--from-scratch", action="store_true", help="fresh weights instead of the pre-trained ones")
+    flags.add("--task-top-k K", "k while fine-tuning (default: the task's)")
+    flags.add("--task-preset NAME", "published settings of the task", default="")
+    flags.add("--freeze ROLES", "parts that do not train: router,experts", type=words)
+    flags.add("--balance A,A", "weight of the balance loss; several: one run each", type=numbers())
+    flags.add("--pooling HOW", "last, first or mean hidden state (default: the task's)")
+    flags.add("--length N", "tokens of a text (default: the task's)", type=whole(2, "length"))
+    flags.add("--from-scratch", "fresh weights instead of the pre-trained ones", action="store_true")
 
 
 def add_compare_flags(flags: Parser) -> None:
     """--task and its flags, for `compare`."""
-    flags.add_argument(
-        "--task",
-        type=words,
-        metavar="A,B",
-        help="fine-tune every row on these tasks; without --routers: rows that are trained",
-    )
-    flags.add_argument("--task-routers", type=words, metavar="A,B", help="fine-tune these rows only (default: all)")
-    flags.add_argument("--task-steps", type=whole(1), metavar="N", help="steps of a fine-tuning (default: the paper's)")
+    flags.add("--task A,B", "fine-tune every row on these tasks; without --routers: rows that are trained", type=words)
+    flags.add("--task-routers A,B", "fine-tune these rows only (default: all)", type=words)
+    flags.add("--task-steps N", "steps of a fine-tuning (default: the paper's)", type=whole(1))
     passes = number_from(0, name="epochs")
-    flags.add_argument("--task-epochs", type=passes, metavar="N", help="the same as passes over the training split")
-    flags.add_argument(
-        "--task-set", action="append", default=[], metavar="KEY=VALUE", help="any setting of the fine-tunings"
-    )
+    flags.add("--task-epochs N", "the same as passes over the training split", type=passes)
+    flags.add("--task-set KEY=VALUE", "any setting of the fine-tunings", action="append", default=[])
     seeds = whole(1, "seeds")
-    flags.add_argument("--task-seeds", type=seeds, default=1, metavar="S", help="fine-tunings of each run (default: 1)")
+    flags.add("--task-seeds S", "fine-tunings of each run (default: 1)", type=seeds, default=1)
     add_task_settings(flags)
 
 

@@ -17,7 +17,7 @@ EPILOG = """examples:
 
 def parser() -> Parser:
     flags = Parser("generate", "Continue prompts with a run's language model.", EPILOG)
-    flags.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    flags.add("run RUN", "a run directory", type=Path)
     for entry in entries():
         entry.add_flags("generate", flags)
     flags.common("a file for prompts and texts, a JSON object a line", settings="", folder=False)

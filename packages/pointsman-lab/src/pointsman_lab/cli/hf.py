@@ -35,20 +35,16 @@ each keeps of the model.
 
 def parser(action: str) -> Parser:
     flags = Parser(f"hf {action}", f"{ACTIONS[action][0].upper()}{ACTIONS[action][1:]}.")
-    flags.add_argument("model", metavar="MODEL", help="a folder with a saved model, or a name on the hub")
+    flags.add("model MODEL", "a folder with a saved model, or a name on the hub")
     if action == "replace":
-        flags.add_argument("--router", help="the router; a|b is cycled over the sparse layers")
-        flags.add_argument(
-            "--start", choices=("pretrained", "fresh"), default="pretrained", help="the routers' first weights"
-        )
+        flags.add("--router", "the router; a|b is cycled over the sparse layers")
+        flags.add("--start", "the routers' first weights", choices=("pretrained", "fresh"), default="pretrained")
     if action == "upcycle":
-        flags.add_argument("--experts", type=whole(1, "num_experts"), metavar="N", help="experts a layer")
-        flags.add_argument("--top-k", type=whole(1), default=2, metavar="K", help="experts a token (2)")
-        flags.add_argument("--router", help="a router of pointsman (default: the class's own gate)")
-        flags.add_argument(
-            "--noise", type=number_from(0, 10), default=0.0, metavar="S", help="noise on the copies, relative (0)"
-        )
-    flags.add_argument("--dtype")
+        flags.add("--experts N", "experts a layer", type=whole(1, "num_experts"))
+        flags.add("--top-k K", "experts a token (2)", type=whole(1), default=2)
+        flags.add("--router", "a router of pointsman (default: the class's own gate)")
+        flags.add("--noise S", "noise on the copies, relative (0)", type=number_from(0, 10), default=0.0)
+    flags.add("--dtype")
     flags.common("the folder to write", settings="")
     return flags
 

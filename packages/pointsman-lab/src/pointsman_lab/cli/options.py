@@ -39,6 +39,12 @@ class Parser(argparse.ArgumentParser):
         """argparse's, with the type and the metavar that a flag of this name has in every command (`USUAL`)."""
         return super().add_argument(*names, **{**USUAL.get(names[0], {}), **how})
 
+    def add(self, name: str, told: str | None = None, **how: Any) -> None:
+        """`add_argument` of a name with its metavar, as "--steps N" or "run RUN", and of its help."""
+        name, _, metavar = name.partition(" ")
+        given = {"metavar": metavar or None, "help": told}
+        self.add_argument(name, **{key: value for key, value in given.items() if value}, **how)
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             raise argparse.ArgumentError(action, f"{value!r}: {did_you_mean(str(value), action.choices)}")
@@ -50,14 +56,14 @@ class Parser(argparse.ArgumentParser):
         self, out: str, settings: str = "any setting of the run, e.g. learning_rate=1e-3", *, folder: bool = True
     ) -> None:
         """--out, --device, --config, --import, --set."""
-        self.add_argument("--out", type=Path, metavar="DIR" if folder else "FILE", help=out)
-        self.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, … (default: cuda if there is one)")
-        self.add_argument("--config", type=Path, metavar="FILE", help="flags from a TOML or JSON file; flags here win")
+        self.add("--out DIR" if folder else "--out FILE", out, type=Path)
+        self.add("--device NAME", "cpu, cuda, cuda:1, … (default: cuda if there is one)")
+        self.add("--config FILE", "flags from a TOML or JSON file; flags here win", type=Path)
         told = "import routers of your own; a run records it (may be repeated)"
         many: Any = {"action": "append", "default": []}
-        self.add_argument("--import", dest="imports", metavar="MODULE|FILE.py", help=told, **many)
+        self.add("--import MODULE|FILE.py", told, dest="imports", **many)
         if settings:
-            self.add_argument("--set", metavar="KEY=VALUE", help=settings, **many)
+            self.add("--set KEY=VALUE", settings, **many)
         self.out_is_folder = folder
 
     def flags(self) -> list[str]:

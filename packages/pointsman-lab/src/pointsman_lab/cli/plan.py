@@ -25,16 +25,12 @@ Gathered: in a micro-batch, whatever its tokens. Exchanged: with even choices. N
 
 def parser() -> Parser:
     flags = Parser("plan", "Count what each GPU holds, gathers and exchanges, for every layout.", EPILOG)
-    flags.add_argument("--preset", required=True, help="the model, e.g. olmoe-1b-7b")
+    flags.add("--preset", "the model, e.g. olmoe-1b-7b", required=True)
     gpus = partial(k_list, name="gpus")
-    flags.add_argument("--gpus", type=gpus, default=(8,), metavar="N,N,…", help="numbers of GPUs (default: 8)")
-    flags.add_argument(
-        "--length", type=whole(1), metavar="N", help="of a sequence (default: 4096, or the model's longest)"
-    )
-    flags.add_argument("--parallel", metavar="LAYOUT", help="only this layout, e.g. experts=8,replicas=2")
-    flags.add_argument(
-        "--vocabulary", type=whole(1), metavar="V", help="tokens (default: 204, of published shapes their own)"
-    )
+    flags.add("--gpus N,N,…", "numbers of GPUs (default: 8)", type=gpus, default=(8,))
+    flags.add("--length N", "of a sequence (default: 4096, or the model's longest)", type=whole(1))
+    flags.add("--parallel LAYOUT", "only this layout, e.g. experts=8,replicas=2")
+    flags.add("--vocabulary V", "tokens (default: 204, of published shapes their own)", type=whole(1))
     flags.common("a folder for the table, as plan.txt and plan.csv", "a setting of the model")
     return flags
 

@@ -27,14 +27,10 @@ RANKS_A_CORE = 4
 
 
 def add_rank_flags(flags: Parser) -> None:
-    flags.add_argument("--processes", type=whole(1), metavar="N", help="train on N processes of this machine")
-    flags.add_argument("--parallel", metavar="LAYOUT", help="how they divide the model: experts=8,replicas=2")
-    flags.add_argument(
-        "--timeout", type=whole(1), default=600, metavar="SECONDS", help="how long one waits for another (default: 600)"
-    )
-    flags.add_argument(
-        "--restarts", type=whole(0), default=3, metavar="N", help="how often they start again if one ends (default: 3)"
-    )
+    flags.add("--processes N", "train on N processes of this machine", type=whole(1))
+    flags.add("--parallel LAYOUT", "how they divide the model: experts=8,replicas=2")
+    flags.add("--timeout SECONDS", "how long one waits for another (default: 600)", type=whole(1), default=600)
+    flags.add("--restarts N", "how often they start again if one ends (default: 3)", type=whole(0), default=3)
 
 
 def launched(

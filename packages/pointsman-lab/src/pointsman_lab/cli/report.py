@@ -21,12 +21,11 @@ EPILOG = """examples:
 
 def parser() -> Parser:
     flags = Parser("report", "Write the page of a run or a comparison.", EPILOG)
-    flags.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories, or one comparison")
-    told = "our figures beside published ones: hyperrouter, x-moe, mutual-inform"
-    flags.add_argument("--paper", metavar="NAME", help=told)
-    flags.add_argument("--figures", type=words, metavar="png,svg,pdf", help="static figures as well")
+    flags.add("runs RUN", "run directories, or one comparison", type=Path, nargs="+")
+    flags.add("--paper NAME", "our figures beside published ones: hyperrouter, x-moe, mutual-inform")
+    flags.add("--figures png,svg,pdf", "static figures as well", type=words)
     told = "the map of tokens (default: pca); none opens no checkpoint"
-    flags.add_argument("--map", default="pca", choices=("pca", "none"), help=told)
+    flags.add("--map", told, default="pca", choices=("pca", "none"))
     flags.common("the page, or the folder for it (default: report.html in the first RUN)", settings="", folder=False)
     return flags
 

@@ -23,14 +23,10 @@ EPILOG = """examples:
 
 def parser() -> Parser:
     flags = Parser("routers", "List the routers, explain one, or show what a model costs.", EPILOG)
-    flags.add_argument(
-        "name", nargs="?", metavar="NAME", help="a router, mixer or spec to explain, or to count with --cost"
-    )
-    flags.add_argument("--cost", action="store_true", help="parameters by component, and inference FLOPs for every k")
-    flags.add_argument(
-        "--vocabulary", type=whole(1), metavar="V", help="tokens, with --cost (default: the shape's own, or 204)"
-    )
-    flags.add_argument("--preset", default="small", help="the model's shape, with --cost (default: small)")
+    flags.add("name NAME", "a router, mixer or spec to explain, or to count with --cost", nargs="?")
+    flags.add("--cost", "parameters by component, and inference FLOPs for every k", action="store_true")
+    flags.add("--vocabulary V", "tokens, with --cost (default: the shape's own, or 204)", type=whole(1))
+    flags.add("--preset", "the model's shape, with --cost (default: small)", default="small")
     flags.common(
         "a folder for the text, as routers.txt", "a setting of the model, with --cost, e.g. model.num_experts=32"
     )

@@ -20,21 +20,18 @@ SCHEDULES = ("linear", "cosine", "exponential", "multi-step")
 
 def add_run_flags(flags: Parser) -> None:
     """--data, --preset, --steps, --train-top-k, --k-schedule, --top-k, --eval-tokens."""
-    flags.add_argument(
-        "--data",
-        help="stdlib, enwik8, text8, wikitext-2, wikitext-103, a file or folder; for encoders xtreme-text or "
-        "multilingual:PATH, for images cifar10-10k (default: the preset's)",
-    )
-    flags.add_argument("--preset", help="shape and settings: tiny (default), tiny-mlm, tiny-vit, small, …")
-    flags.add_argument("--steps", help="optimizer steps (default: the preset's; tiny: 1600)")
-    flags.add_argument("--train-top-k", metavar="K", help="k in training: 2, 2:N (grows) or N/2:N")
-    flags.add_argument("--k-schedule", metavar="NAME", help=f"how k grows: {', '.join(SCHEDULES)}")
-    flags.add_argument("--top-k", help="the k values of the evaluation (default: 1, 2, 4, … N)")
-    flags.add_argument("--eval-tokens", help="tokens of the test split to score (default: the preset's; tiny: 200000)")
+    told = "stdlib, enwik8, text8, wikitext-2, wikitext-103, a file or folder; for encoders xtreme-text or "
+    flags.add("--data", f"{told}multilingual:PATH, for images cifar10-10k (default: the preset's)")
+    flags.add("--preset", "shape and settings: tiny (default), tiny-mlm, tiny-vit, small, …")
+    flags.add("--steps", "optimizer steps (default: the preset's; tiny: 1600)")
+    flags.add("--train-top-k K", "k in training: 2, 2:N (grows) or N/2:N")
+    flags.add("--k-schedule NAME", f"how k grows: {', '.join(SCHEDULES)}")
+    flags.add("--top-k", "the k values of the evaluation (default: 1, 2, 4, … N)")
+    flags.add("--eval-tokens", "tokens of the test split to score (default: the preset's; tiny: 200000)")
     for entry in entries():
         entry.add_flags("train", flags)
-    flags.add_argument("--tensorboard", action="store_true", help="write TensorBoard files as well")
-    flags.add_argument("--track", type=words, metavar="NAME,…", help="send the metrics to wandb, trackio or both")
+    flags.add("--tensorboard", "write TensorBoard files as well", action="store_true")
+    flags.add("--track NAME,…", "send the metrics to wandb, trackio or both", type=words)
 
 
 def use_recorded_imports(values: argparse.Namespace, routers: Sequence[str]) -> None:

@@ -26,7 +26,7 @@ tables and its page again, and shows the source. It runs none of it.
 
 def parser() -> Parser:
     flags = Parser("share", "Write one file of a run, a comparison, an audit or an exam.", EPILOG)
-    flags.add_argument("folder", type=Path, metavar="DIR", help="a run, a comparison, an audit or an exam")
+    flags.add("folder DIR", "a run, a comparison, an audit or an exam", type=Path)
     flags.common("the file to write (default: NAME.pointsman)", settings="", folder=False)
     return flags
 
@@ -85,7 +85,7 @@ def bibtex(routers: Sequence[str]) -> str:
 
 def open_parser() -> Parser:
     flags = Parser("open", "Open a file of `pointsman share`.", EPILOG)
-    flags.add_argument("file", type=Path, metavar="FILE", help="a file of `pointsman share`")
+    flags.add("file FILE", "a file of `pointsman share`", type=Path)
     flags.common("the folder to make (default: the file's name without its ending)", settings="")
     return flags
 

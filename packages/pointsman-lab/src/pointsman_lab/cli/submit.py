@@ -21,9 +21,9 @@ the rules; a workflow trains one seed again and compares.
 
 def parser() -> Parser:
     flags = Parser("submit", "Write one row of a comparison or an exam as an entry of the leaderboard.", EPILOG)
-    flags.add_argument("target", metavar="DIR", help="the directory of a comparison or exam, the row finished")
-    flags.add_argument("--router", required=True, metavar="ROW", help="which row")
-    flags.add_argument("--name", help="what the leaderboard calls it (default: the row)")
+    flags.add("target DIR", "the directory of a comparison or exam, the row finished")
+    flags.add("--router ROW", "which row", required=True)
+    flags.add("--name", "what the leaderboard calls it (default: the row)")
     flags.common("the file to write (default: entry.json)", settings="", folder=False)
     return flags
 

@@ -27,16 +27,16 @@ format and the readers for vLLM, SGLang, Megatron-core and llama.cpp.
 
 def parser(action: str) -> Parser:
     flags = Parser(f"trace {action}", f"{ACTIONS[action][0].upper()}{ACTIONS[action][1:]}.")
-    flags.add_argument("first", metavar="A", type=Path, help="a routing trace")
+    flags.add("first A", "a routing trace", type=Path)
     if action == "diff":
-        flags.add_argument("second", metavar="B", type=Path, help="the routing of the same text elsewhere")
+        flags.add("second B", "the routing of the same text elsewhere", type=Path)
         told = "also show how many tokens flip at each margin, and how many the logits' noise predicts"
-        flags.add_argument("--margins", action="store_true", help=told)
+        flags.add("--margins", told, action="store_true")
     else:
-        flags.add_argument("--devices", type=whole(2), default=8, metavar="N", help="devices for a layer's experts (8)")
-        flags.add_argument("--spare", type=whole(0), default=0, metavar="N", help="places for copies of experts (0)")
-        flags.add_argument("--batch-size", type=whole(1), default=1024, metavar="N", help="tokens at once (1024)")
-        flags.add_argument("--cache", type=whole(1), metavar="N", help="experts of a layer that fit in fast memory")
+        flags.add("--devices N", "devices for a layer's experts (8)", type=whole(2), default=8)
+        flags.add("--spare N", "places for copies of experts (0)", type=whole(0), default=0)
+        flags.add("--batch-size N", "tokens at once (1024)", type=whole(1), default=1024)
+        flags.add("--cache N", "experts of a layer that fit in fast memory", type=whole(1))
     flags.common("a folder for the result, as trace.json", settings="")
     return flags
 

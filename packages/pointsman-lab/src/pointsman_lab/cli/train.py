@@ -31,18 +31,13 @@ EPILOG = """examples:
 
 def parser() -> Parser:
     flags = Parser("train", "Train one model.", EPILOG)
-    flags.add_argument("recipe", nargs="?", metavar="RECIPE", help="a paper's settings, e.g. hyperrouter-enwik8-small")
-    flags.add_argument("--router", help="router spec (default: smoe, the recipe's, or the folder's)")
-    flags.add_argument(
-        "--from",
-        dest="start_from",
-        metavar="HF_FOLDER",
-        help="continue a Hugging Face model (Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE, Dots1, GLM-4-MoE; with "
-        "--preset xmoe-base XLM-R)",
-    )
-    flags.add_argument("--seed", type=whole(0), metavar="S", help="default: 0")
-    flags.add_argument("--checkpoint-every", type=whole(1), metavar="N", help="steps between checkpoints")
-    flags.add_argument("--resume", action="store_true", help="continue from the last valid checkpoint")
+    flags.add("recipe RECIPE", "a paper's settings, e.g. hyperrouter-enwik8-small", nargs="?")
+    flags.add("--router", "router spec (default: smoe, the recipe's, or the folder's)")
+    told = "continue a Hugging Face model (Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE, Dots1, GLM-4-MoE; with "
+    flags.add("--from HF_FOLDER", f"{told}--preset xmoe-base XLM-R)", dest="start_from")
+    flags.add("--seed S", "default: 0", type=whole(0))
+    flags.add("--checkpoint-every N", "steps between checkpoints", type=whole(1))
+    flags.add("--resume", "continue from the last valid checkpoint", action="store_true")
     add_run_flags(flags)
     add_rank_flags(flags)
     flags.common("the run directory (default: runs/ROUTER-DATA-PRESET-seed-S)")

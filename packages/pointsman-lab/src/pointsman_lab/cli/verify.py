@@ -50,7 +50,7 @@ Check = tuple[Path, Callable[[], object]]
 def parser() -> Parser:
     flags = Parser("verify", "Say whether a folder is whole, and what in it would be refused.", EPILOG)
     told = "a run, comparison, exam, audit, checkpoint, Hugging Face model, or a routing trace"
-    flags.add_argument("folder", type=Path, metavar="FOLDER", help=told)
+    flags.add("folder FOLDER", told, type=Path)
     flags.common("a folder for the lines, as verify.txt", settings="")
     return flags
 
