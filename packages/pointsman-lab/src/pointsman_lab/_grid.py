@@ -133,6 +133,11 @@ class Grid:
         return rows
 
 
+def formatted(figure: float | None, form: str = ".3f") -> str:
+    """A figure as a cell; `NONE` where there is none."""
+    return NONE if figure is None else format(figure, form)
+
+
 def _one_line(text: str) -> str:
     return " ".join(printable(text).split())
 

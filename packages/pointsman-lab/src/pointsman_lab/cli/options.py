@@ -169,10 +169,9 @@ def whole(least: int = 0, name: str = "") -> Callable[[str], int]:
             number = int(text)
         except ValueError:
             number = least - 1
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{text!r}: allowed are whole numbers from {least}")
-        if number > most(name):
-            raise argparse.ArgumentTypeError(f"{text!r}: allowed are whole numbers from {least} to {upper(most(name))}")
+        if not least <= number <= most(name):
+            largest = f" to {upper(most(name))}" if number > least else ""
+            raise argparse.ArgumentTypeError(f"{text!r}: allowed are whole numbers from {least}{largest}")
         return number
 
     return convert
@@ -181,7 +180,6 @@ def whole(least: int = 0, name: str = "") -> Callable[[str], int]:
 def number_from(least: float, largest: float | None = None, name: str = "") -> Callable[[str], float]:
     """A flag's value as a number from `least` to `largest`, by default the `most` of `name`."""
     largest = most(name, float) if largest is None else largest
-    allowed = f"numbers from {least:g} to {largest:g}"
 
     def convert(text: str) -> float:
         try:
@@ -189,7 +187,7 @@ def number_from(least: float, largest: float | None = None, name: str = "") -> C
         except ValueError:
             number = math.nan
         if not least <= number <= largest:
-            raise argparse.ArgumentTypeError(f"{text!r}: allowed are {allowed}")
+            raise argparse.ArgumentTypeError(f"{text!r}: allowed are numbers from {least:g} to {largest:g}")
         return number
 
     return convert

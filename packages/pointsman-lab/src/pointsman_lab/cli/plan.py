@@ -9,7 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pointsman._errors import RunError
-from pointsman_lab.cli.options import Parser, k_list, overrides, whole
+from pointsman_lab._files import write_whole
+from pointsman_lab.cli.options import Parser, k_list, whole
+from pointsman_lab.cli.runs import counted_model
 
 if TYPE_CHECKING:
     from pointsman_lab.planning import Shape
@@ -26,8 +28,7 @@ Gathered: in a micro-batch, whatever its tokens. Exchanged: with even choices. N
 def parser() -> Parser:
     flags = Parser("plan", "Count what each GPU holds, gathers and exchanges, for every layout.", EPILOG)
     flags.add("--preset", "the model, e.g. olmoe-1b-7b", required=True)
-    gpus = partial(k_list, name="gpus")
-    flags.add("--gpus N,N,…", "numbers of GPUs (default: 8)", type=gpus, default=(8,))
+    flags.add("--gpus N,N,…", "numbers of GPUs (default: 8)", type=partial(k_list, name="gpus"), default=(8,))
     flags.add("--length N", "of a sequence (default: 4096, or the model's longest)", type=whole(1))
     flags.add("--parallel LAYOUT", "only this layout, e.g. experts=8,replicas=2")
     flags.add("--vocabulary V", "tokens (default: 204, of published shapes their own)", type=whole(1))
@@ -38,7 +39,6 @@ def parser() -> Parser:
 def run(words: Sequence[str]) -> int:
     flags = parser()
     values = flags.read(words)
-    from pointsman_lab._files import write_whole
     from pointsman_lab.planning import plan
 
     shape, length = _shape(values, flags)
@@ -59,21 +59,11 @@ def run(words: Sequence[str]) -> int:
 def _shape(values: argparse.Namespace, flags: Parser) -> tuple[Shape, int]:
     """The model that the flags name, and the length of a sequence."""
     from pointsman_lab.planning import Shape
-    from pointsman_lab.recipes import preset
-    from pointsman_lab.registry import find_preset
 
-    changes = overrides(values.set)
-    if without := [key for key in changes if not key.startswith("model.") and key != "train_top_k"]:
-        raise RunError(
-            f"pointsman plan: --set {without[0]} has no effect on a plan: allowed are model.* and train_top_k"
-        )
-    asked = preset(values.preset).with_overrides(changes)
-    vocabulary = values.vocabulary or find_preset(values.preset).get("vocabulary", 204)
-    config: Any = replace(asked.with_vocabulary(vocabulary).model, top_k=asked.top_k_schedule.high)
+    asked, _ = counted_model(flags, values, "plan", ("--vocabulary", "--length"))
+    config: Any = replace(asked.model, top_k=asked.top_k_schedule.high)
     longest = getattr(config, "max_length", None) if getattr(config, "positions", "") == "learned" else None
-    if not config.reads_tokens:
-        flags.without_effect(values, ("--vocabulary", "--length"), f"with --preset {values.preset}, which reads images")
-        longest = config.tokens
+    longest = longest if config.reads_tokens else config.tokens
     length = values.length or min(LENGTH, longest or LENGTH)
     if longest and length > longest:
         raise RunError(f"pointsman plan: --length {length}: {values.preset} has positions for {longest} tokens")

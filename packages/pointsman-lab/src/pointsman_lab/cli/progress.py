@@ -11,18 +11,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
+import rich.progress
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from pointsman_lab._values import printable
 from pointsman_lab.processes import HANGUP, ending_signals
@@ -33,11 +24,11 @@ LINE_EVERY = 10.0  # seconds between lines where there is no terminal
 class Line:
     """One line of a display: the phases of one piece of work."""
 
-    def __init__(self, bar: Progress, console: Console) -> None:
+    def __init__(self, bar: rich.progress.Progress, console: Console) -> None:
         self.title = ""
         self.console = console
         self._bar, self._live = bar, not bar.disable
-        self._task: TaskID | None = None
+        self._task: rich.progress.TaskID | None = None
         self._phase, self._total, self._printed, self._started, self._first = "", 0, 0.0, 0.0, 0
 
     def phase(self, name: str, total: int, done: int = 0) -> None:
@@ -81,7 +72,8 @@ class Display(Line):
         console = Console(stderr=True)
         columns = _columns(console.width)
         live = console.is_terminal and not console.is_dumb_terminal  # rich shows nothing on a dumb one
-        super().__init__(Progress(*columns, console=console, transient=True, disable=not live), console)
+        bar = rich.progress.Progress(*columns, console=console, transient=True, disable=not live)
+        super().__init__(bar, console)
 
     def __enter__(self) -> Display:
         self._bar.start()
@@ -103,18 +95,18 @@ def describe(figures: Mapping[str, float]) -> dict[str, str]:
     return {name: form.format(figures[name]) for name, form in forms.items() if name in figures}
 
 
-def _columns(width: int) -> Iterator[ProgressColumn]:
+def _columns(width: int) -> Iterator[rich.progress.ProgressColumn]:
     """What a line of a terminal so wide shows: title, phase, bar, count, figures, elapsed and remaining time."""
-    yield TextColumn("{task.fields[title]}", markup=False)
-    yield TextColumn("{task.description}", style="bold", markup=False)
-    yield BarColumn(24 if width >= 100 else 10)
-    yield MofNCompleteColumn()
+    yield rich.progress.TextColumn("{task.fields[title]}", markup=False)
+    yield rich.progress.TextColumn("{task.description}", style="bold", markup=False)
+    yield rich.progress.BarColumn(24 if width >= 100 else 10)
+    yield rich.progress.MofNCompleteColumn()
     if width >= 70:
-        yield TextColumn("{task.fields[figures]}", markup=False)
+        yield rich.progress.TextColumn("{task.fields[figures]}", markup=False)
     if width >= 100:
-        yield TimeElapsedColumn()
+        yield rich.progress.TimeElapsedColumn()
     if width >= 50:
-        yield TimeRemainingColumn()
+        yield rich.progress.TimeRemainingColumn()
 
 
 @contextmanager

@@ -10,8 +10,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from pointsman._errors import RunError
-from pointsman_lab.cli.options import Parser, aligned, overrides, whole
+from pointsman_lab._files import write_whole
+from pointsman_lab._values import describe, written
+from pointsman_lab.cli.options import Parser, aligned, whole
+from pointsman_lab.cli.runs import counted_model
+from pointsman_lab.registry import find_preset
 
 EPILOG = """examples:
   pointsman routers
@@ -38,8 +41,6 @@ def run(words: Sequence[str]) -> int:
     values = flags.read(words)
     if not values.cost:
         flags.without_effect(values, ("--preset", "--vocabulary", "--set"), "without --cost")
-    from pointsman_lab._files import write_whole
-
     text = cost(values, flags) if values.cost else explain_spec(values.name) if values.name else listing()
     print(text if values.cost else "\n".join(wrapped(text.replace("\n    ", " ").splitlines())))
     if values.out:
@@ -106,7 +107,6 @@ def explain(name: str) -> str:
     """A router's summary, its paper, and its options with types and defaults."""
     from pointsman.routers.frame.registry import BASELINES, COMMON, entry, list_mixers
     from pointsman.routers.frame.stages import NEEDS
-    from pointsman_lab._values import describe, written
 
     if name in BASELINES:
         return f"{name}\n\n{BASELINES[name]}"
@@ -138,22 +138,13 @@ def cost(values: argparse.Namespace, flags: Parser) -> str:
     """Parameters by component and FLOPs for every k, of a preset with one router or with all of them."""
     from pointsman.routers.frame.registry import BASELINES, build_router, list_routers
     from pointsman_lab.models.cost import PAPERS, Protocol, cost_table
-    from pointsman_lab.recipes import preset
-    from pointsman_lab.registry import find_preset
 
-    published = find_preset(values.preset)
-    if unread := [key for key in overrides(values.set) if not key.startswith("model.") and key != "train_top_k"]:
-        raise RunError(
-            f"pointsman routers: --set {unread[0]} has no effect on a cost: allowed are model.* and train_top_k"
-        )
-    changed = preset(values.preset).with_overrides(overrides(values.set))
-    vocabulary = values.vocabulary or published.get("vocabulary", 204)
-    config: Any = changed.with_vocabulary(vocabulary).model
-    own = published.get("router", "smoe")
+    counted, vocabulary = counted_model(flags, values, "cost", ("--vocabulary",))
+    config: Any = counted.model
+    own = find_preset(values.preset).get("router", "smoe")
     others = [name for name in list_routers() if name != own]
     protocol, title, size = PAPERS, FLOPS_TITLE, f"vocabulary {vocabulary}"
     if not config.reads_tokens:
-        flags.without_effect(values, ("--vocabulary",), f"with --preset {values.preset}, which reads images")
         others = [
             one for one in others if "token_ids" not in build_router(one, dim=8, num_experts=4, vocab_size=8).needs
         ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pointsman._errors import RunError
 from pointsman_lab.cli.options import Parser, overrides, words
-from pointsman_lab.registry import entries
+from pointsman_lab.registry import entries, find_preset
 
 if TYPE_CHECKING:
     from pointsman_lab.training.config import RunConfig
@@ -58,6 +58,29 @@ def recorded_imports(folder: Path) -> list[str]:
         read_whole_json(folder / name) or {} for name in ("config.json", "comparison.json", "exam.json")
     )
     return [*imports_of(run), *imports_of(comparison.get("settings", {})), *imports_of(exam)]
+
+
+def counted_model(
+    flags: Parser, values: argparse.Namespace, what: str, of_text: Sequence[str]
+) -> tuple[RunConfig, int]:
+    """The settings of a model that is only counted, by --preset, --set and --vocabulary, and its vocabulary.
+
+    Args:
+        what: what is counted, in errors.
+        of_text: flags without effect on models of images.
+    """
+    from pointsman_lab.recipes import preset
+
+    changes = overrides(values.set)
+    if unread := [key for key in changes if not key.startswith("model.") and key != "train_top_k"]:
+        raise RunError(
+            f"{flags.prog}: --set {unread[0]} has no effect on a {what}: allowed are model.* and train_top_k"
+        )
+    vocabulary = values.vocabulary or find_preset(values.preset).get("vocabulary", 204)
+    config = preset(values.preset).with_overrides(changes).with_vocabulary(vocabulary)
+    if not config.model.reads_tokens:
+        flags.without_effect(values, of_text, f"with --preset {values.preset}, which reads images")
+    return config, vocabulary
 
 
 def run_config(values: argparse.Namespace, router: str, seed: int = 0) -> RunConfig:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman_lab._grid import NONE, Grid
+from pointsman_lab._grid import Grid, formatted
 from pointsman_lab.cli.options import Parser, whole
 
 ACTIONS = {
@@ -64,8 +64,8 @@ def run(words: Sequence[str]) -> int:
         if not found.equal:
             print(f"other experts: {found.before:.2%} of tokens and layers; with this undone {found.after:.2%}\n")
             rows = [
-                [name, f"{one.differing:.2%}", *(NONE if x is None else f"{x:.2%}" for x in [one.predicted]),
-                 *(NONE if x is None else f"{x:.3g}" for x in (one.margin, one.margin_differing))]
+                [name, f"{one.differing:.2%}", formatted(one.predicted, ".2%"), formatted(one.margin, ".3g"),
+                 formatted(one.margin_differing, ".3g")]
                 for name, one in found.layers.items()
             ]  # fmt: skip
             print(Grid(["layer", "other experts", "predicted", "margin", "where other"], rows).text())

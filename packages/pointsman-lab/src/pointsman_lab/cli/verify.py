@@ -12,23 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman_lab._files import parse_json, read_json, read_lines, read_text, within
+from pointsman_lab._files import read_json, read_lines, read_text, within, write_whole
 from pointsman_lab._shapes import shape_of
 from pointsman_lab._values import printable
 from pointsman_lab.cli.options import Parser
+from pointsman_lab.runs import paths
 from pointsman_lab.runs.compact import RECORD, read_record
-from pointsman_lab.runs.comparison import Comparison, read
-from pointsman_lab.runs.paths import (
-    AUDIT,
-    CHECKPOINTS,
-    COMPARISON,
-    CONFIG,
-    EVALUATION,
-    EXPLORER,
-    FINETUNE,
-    METRICS,
-    VOCABULARY,
-)
+from pointsman_lab.runs.comparison import read
+from pointsman_lab.runs.record import is_model, read_metrics
 
 EPILOG = """examples:
   pointsman verify runs/mine
@@ -67,8 +58,6 @@ def run(arguments: Sequence[str]) -> int:
     text = printable("\n".join([*found, summary]))
     print(text)
     if values.out:
-        from pointsman_lab._files import write_whole
-
         write_whole(values.out / "verify.txt", text + "\n")
     return 1 if found else 0
 
@@ -81,18 +70,13 @@ def kind_of(root: Path) -> str:
         return "a routing trace"
     if not os.access(root, os.R_OK | os.X_OK):
         raise RunError(f"{root}: no permission to read this folder")
-    if root.name.startswith("step-") and not os.path.lexists(root / CONFIG):
+    if root.name.startswith("step-") and not os.path.lexists(root / paths.CONFIG):
         return "a checkpoint"
-    for name, kind in ((COMPARISON, "a comparison"), ("exam.json", "an exam"), (AUDIT, "an audit")):
+    for name, kind in ((paths.COMPARISON, "a comparison"), ("exam.json", "an exam"), (paths.AUDIT, "an audit")):
         if os.path.lexists(root / name):
             return kind
-    if os.path.lexists(root / CONFIG):
-        try:
-            config = parse_json(read_text(root / CONFIG, "replace"))
-        except (OSError, ValueError):
-            config = None
-        model = isinstance(config, dict) and "model_type" in config and "model" not in config
-        return "a Hugging Face model" if model else "a run"
+    if os.path.lexists(root / paths.CONFIG):
+        return "a Hugging Face model" if is_model(root) else "a run"
     raise RunError(f"{root}: no run, comparison, exam, audit, checkpoint, Hugging Face model or routing trace")
 
 
@@ -137,15 +121,15 @@ def checks(root: Path, kind: str) -> Iterator[Check]:
             yield place, partial(_tensors, place)
         elif theirs and place.name.endswith(INDEX[:1] if safe else INDEX):
             yield place, partial(_shards, place)
-        elif place.name == CONFIG and (place.parent / CHECKPOINTS).is_dir() and not theirs:
+        elif place.name == paths.CONFIG and (place.parent / paths.CHECKPOINTS).is_dir() and not theirs:
             yield place.parent, partial(open_run, place.parent)
-        elif place.name.startswith("step-") and place.parent.name == CHECKPOINTS and place.is_dir():
+        elif place.name.startswith("step-") and place.parent.name == paths.CHECKPOINTS and place.is_dir():
             yield place, partial(open_checkpoint, place)
-        elif place.name == FINETUNE and place.parent != root and not theirs:
+        elif place.name == paths.FINETUNE and place.parent != root and not theirs:
             yield place.parent, partial(_finished, place.parent)
             yield place.parent, partial(_logged, place.parent)
-        elif place.name == CHECKPOINTS and not os.path.lexists(place.parent / CONFIG):
-            yield place.parent, partial(_refuse, f"{place.parent}: checkpoints without {CONFIG}")
+        elif place.name == paths.CHECKPOINTS and not os.path.lexists(place.parent / paths.CONFIG):
+            yield place.parent, partial(_refuse, f"{place.parent}: checkpoints without {paths.CONFIG}")
     if theirs and not safe and not any(place.suffix == ".bin" and "model" in place.name for place in places):
         yield root, partial(_refuse, f"{root}: no weights")
     names = {place.name for place in places if place.parent == root}
@@ -185,16 +169,16 @@ def _entry(root: Path, place: Path, theirs: bool) -> None:
         return
     within(root, *place.relative_to(root).parts)
     mode = place.lstat().st_mode
-    known = shape_of(place.name) is not None or place.name in (VOCABULARY, METRICS, RECORD)
+    known = shape_of(place.name) is not None or place.name in (paths.VOCABULARY, paths.METRICS, RECORD)
     if stat.S_ISDIR(mode) and not known:
         return
     if stat.S_ISLNK(mode) and known:
         raise RunError(f"{place}: a link; files of a run directory are not opened through links")
     if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
         raise RunError(f"{place}: no ordinary file")
-    if place.name == VOCABULARY:
+    if place.name == paths.VOCABULARY:
         _vocabulary(place)
-    elif place.name == METRICS:
+    elif place.name == paths.METRICS:
         _metrics(place)
     elif place.name == RECORD:
         for _ in read_record(place.parent):
@@ -207,7 +191,7 @@ def _entry(root: Path, place: Path, theirs: bool) -> None:
             nats, value, worth = result.get("nats"), result.get("value"), WORTH.get(result.get("metric"))
             if worth and None not in (nats, value) and not math.isclose(worth(nats), value, rel_tol=1e-6):
                 raise RunError(f"{place}: a value of {value} at k = {result['top_k']}, its nats say {worth(nats)}")
-        if place.name == EXPLORER and not readable(found):
+        if place.name == paths.EXPLORER and not readable(found):
             raise RunError(f"{place}: no whole sample; `report` makes it anew or leaves it out")
 
 
@@ -221,8 +205,6 @@ def _vocabulary(file: Path) -> None:
 
 
 def _metrics(file: Path) -> None:
-    from pointsman_lab.runs.record import read_metrics
-
     lines, rows = sum(1 for _ in read_lines(file)), sum(1 for _ in read_metrics(file))
     if rows < lines:
         raise RunError(f"{file}: {lines - rows:,} of {lines:,} lines are no whole rows and are passed over")
@@ -259,8 +241,8 @@ def _shards(file: Path) -> None:
 
 def _as_recorded(root: Path) -> None:
     for entry in read_record(root):
-        file = within(root, *entry["path"].split("/"), EVALUATION)
-        if file.is_file() and read_json(file) != entry["files"][EVALUATION]:
+        file = within(root, *entry["path"].split("/"), paths.EVALUATION)
+        if file.is_file() and read_json(file) != entry["files"][paths.EVALUATION]:
             raise RunError(f"{file}: not what {RECORD} has of this run")
 
 
@@ -275,8 +257,7 @@ def _examined(root: Path) -> None:
 
 
 def _finished(root: Path) -> None:
-    comparison: Comparison = read(root)
-    if missing := comparison.missing():
+    if missing := read(root).missing():
         names = ", ".join(f"{router} (seed {seed})" for router, seed in missing[:4])
         raise RunError(f"{root}: not finished: {names}{', …' if len(missing) > 4 else ''}")
 
@@ -285,5 +266,5 @@ def _logged(root: Path) -> None:
     """A finished run's metrics reach its last step; of fine-tunings in old records there are none."""
     for run in read(root).runs.values():
         last = run.last_step()
-        if run.done and last < (run.steps or 0) and (last or (run.path / CHECKPOINTS).is_dir()):
-            raise RunError(f"{run.path / METRICS}: it ends at step {last} of {run.steps}: lines are lost")
+        if run.done and last < (run.steps or 0) and (last or (run.path / paths.CHECKPOINTS).is_dir()):
+            raise RunError(f"{run.path / paths.METRICS}: it ends at step {last} of {run.steps}: lines are lost")

@@ -6,7 +6,7 @@ import json
 from math import exp, log
 from typing import Any
 
-from pointsman_lab._grid import NONE, Grid
+from pointsman_lab._grid import NONE, Grid, formatted
 from pointsman_lab._values import finite
 from pointsman_lab.report.audit_costs import INTERVAL, Found, Part, cost_parts, dropped, part, percent, prunings, spread
 from pointsman_lab.report.series import short_layer
@@ -201,7 +201,7 @@ def _coverage(audit: Found) -> Part:
     counts = ("first_tokens", "tokens", "blocks", "at_least")
     rows = [
         ["once" if one["times"] == 1 else f"{one['times']} times", f"{one['reached']:,} of {one['experts']:,}",
-         *(NONE if one.get(key) is None else f"{one[key]:,}" for key in counts)]
+         *(formatted(one.get(key), ",") for key in counts)]
         for one in audit.get("coverage") or ()
     ]  # fmt: skip
     header = ["each expert", "reached", "tokens from the start", "tokens of a subset", "its blocks", "at least"]
@@ -256,4 +256,4 @@ def _k_of(row: Found, audit: Found) -> str:
 
 
 def _numbers(*values: Any) -> list[str]:
-    return [NONE if (value := finite(one)) is None else f"{value:.3f}" for one in values]
+    return [formatted(finite(one)) for one in values]

@@ -47,6 +47,12 @@ METRICS = {
         Metric("accuracy", "accuracy (%)", lower_is_better=False, decimals=2, scale=100.0),
         Metric("f1", "F1 (%)", lower_is_better=False, decimals=2, scale=100.0),
         Metric("bleu", "BLEU", lower_is_better=False, decimals=2),
+        # of published tables alone
+        Metric("entropy", "entropy", decimals=4),
+        Metric("flops", "FLOPs (1e10)", decimals=3),
+        Metric("parameters", "parameters", decimals=0),
+        Metric("ratio", "ratio"),
+        Metric("imbalance", "squared coefficient of variation"),
     )
 }
 

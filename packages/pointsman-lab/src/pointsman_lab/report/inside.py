@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pointsman_lab._grid import NONE, Grid
+from pointsman_lab._grid import NONE, Grid, formatted
 from pointsman_lab._shapes import unpacked
 from pointsman_lab._values import finite
 from pointsman_lab.report.series import Curve, binned, by_layer, drawn, last_step, per_router, short_layer, significant
@@ -79,8 +79,8 @@ def over_training(
         found = rows[run.router, run.seed].get(layer, [])
         return {float(row["step"]): value for row in found if (value := finite(row.get(name))) is not None}
 
-    of = {layer: per_router(comparison, partial(curve, layer), last, COLUMNS) for layer in layer_names(comparison)}
-    return by_layer({layer: curves for layer, curves in of.items() if curves})
+    layers = layer_names(comparison)
+    return by_layer({layer: per_router(comparison, partial(curve, layer), last, COLUMNS) for layer in layers})
 
 
 def load_heat(
@@ -141,11 +141,8 @@ def collapse(comparison: Comparison, histories: Mapping[str, History]) -> dict[s
         values = {float(one["step"]): finite(one["layers"].get(layer, {}).get("collapse")) for one in history}
         return [[step, significant(value)] for step, value in values.items() if value is not None]
 
-    of = {
-        layer: drawn({router: points(layer, history) for router, history in histories.items()})
-        for layer in layer_names(comparison)
-    }
-    return by_layer({layer: curves for layer, curves in of.items() if curves})
+    layers = layer_names(comparison)
+    return by_layer({layer: drawn({name: points(layer, of) for name, of in histories.items()}) for layer in layers})
 
 
 def diagnosis_of(comparison: Comparison, router: str) -> dict[str, Any]:
@@ -172,8 +169,7 @@ def diagnosis_grid(comparison: Comparison) -> Grid:
             moved = _top1(history[-1], name) if history else None
             consistency = finite((found.get("consistency", {}).get(name) or {}).get("without_diagonal"))
             figures = [cell(layer) for _, cell in COLUMNS]
-            figures += [NONE if value is None else f"{value:.3f}" for value in (moved, consistency)]
-            rows.append([router, name, *figures])
+            rows.append([router, name, *figures, formatted(moved), formatted(consistency)])
         if protocol := found.get("protocol"):
             read = (
                 f"{protocol['tokens']:,} tokens of {protocol.get('split', NONE)}" if "tokens" in protocol else "tokens"

@@ -10,7 +10,7 @@ from pointsman_lab._grid import NONE, Grid
 from pointsman_lab.report.cell import Cell, Metric, metric
 from pointsman_lab.report.cells import counted, finetuned, measured
 from pointsman_lab.report.forms import Forms
-from pointsman_lab.report.published import OWN_METRICS, Column, Line, Paper, PublishedTable, open_paper
+from pointsman_lab.report.published import Column, Line, Paper, PublishedTable, open_paper
 from pointsman_lab.runs.comparison import read_comparison
 
 
@@ -23,7 +23,7 @@ class PaperComparison:
 
     @property
     def metric(self) -> Metric:
-        return OWN_METRICS.get(self.published.metric) or metric(self.published.metric)
+        return metric(self.published.metric)
 
     def cells(self) -> Iterator[tuple[Line, Column, float | None, dict[str, Cell]]]:
         """Every cell: its line and column, the published figure, and ours by setting."""

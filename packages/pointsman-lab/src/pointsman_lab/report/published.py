@@ -20,22 +20,9 @@ from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._grid import NONE
-from pointsman_lab.report.cell import Metric
 
 COUNTED = ("flops", "router_trainable", "fixed_a_layer", "backbone")
 """Quantities that follow from the model alone."""
-
-OWN_METRICS = {
-    metric.name: metric
-    for metric in (
-        Metric("entropy", "entropy", decimals=4),
-        Metric("flops", "FLOPs (1e10)", decimals=3),
-        Metric("parameters", "parameters", decimals=0),
-        Metric("ratio", "ratio", decimals=3),
-        Metric("imbalance", "squared coefficient of variation", decimals=3),
-    )
-}
-"""Metrics that only published tables have."""
 
 
 @dataclass(frozen=True)

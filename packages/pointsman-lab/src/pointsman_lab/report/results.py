@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pointsman._errors import RunError
 from pointsman_lab._files import write_whole
-from pointsman_lab._grid import Grid, inert
+from pointsman_lab._grid import Grid, formatted, inert
 from pointsman_lab._values import finite
 from pointsman_lab.report import task_table
 from pointsman_lab.report.forms import Forms
@@ -113,13 +113,11 @@ def text_of_results(results: Sequence[Mapping[str, Any]]) -> str:
     varies = any(
         mean is not None and abs(mean - result["top_k"]) > 1e-6 for mean, result in zip(each, results, strict=True)
     )
-    titles = ["k", results[0]["metric"].replace("_", " "), "tokens", "router entropy (nats)"]
-    rows = [titles + ["experts/token"] * varies]
+    titles = ["k", results[0]["metric"].replace("_", " "), "tokens", "router entropy (nats)", "experts/token"]
+    rows = []
     for result, mean in zip(results, each, strict=True):
-        mean_entropy = over_layers(result, "entropy")
-        entropy = "-" if mean_entropy is None else f"{mean_entropy:.3f}"
-        value = "-" if result["value"] is None else f"{result['value']:.4f}"
-        rows.append([str(result["top_k"]), value, f"{result['tokens']:,}", entropy])
-        if varies:
-            rows[-1].append("-" if mean is None else f"{mean:.2f}")
-    return Grid(rows[0], rows[1:]).text(rule=False)
+        entropy = formatted(over_layers(result, "entropy"))
+        value = formatted(result["value"], ".4f")
+        rows.append([str(result["top_k"]), value, f"{result['tokens']:,}", entropy, formatted(mean, ".2f")])
+    grid = Grid(titles, rows)
+    return (grid if varies else grid.only(titles[1:4])).text(rule=False)

@@ -145,16 +145,12 @@ def display_tokens(ids: NDArray[np.int64], vocabulary: Any) -> list[str]:
         return [str(symbol).replace("▁", " ") for symbol in symbols]
     if vocabulary.level != "byte":
         return ["\n" if symbol == END_OF_LINE else str(symbol) for symbol in symbols]
-    raw = bytes(int(symbol) for symbol in symbols)
     shown: list[str] = []
-    while len(shown) < len(raw):
-        head = raw[len(shown)]
-        length = 1 + (head >= 0xC0) + (head >= 0xE0) + (head >= 0xF0)
-        try:
-            character, width = raw[len(shown) : len(shown) + length].decode(), length
-        except UnicodeDecodeError:
-            character, width = "�", 1
-        shown += [character, *["·"] * (width - 1)]
+    for character in bytes(map(int, symbols)).decode(errors="surrogateescape"):
+        if "\udc80" <= character <= "\udcff":  # a byte that is no UTF-8
+            shown.append("�")
+        else:
+            shown += [character, *["·"] * (len(character.encode()) - 1)]
     return shown
 
 

@@ -29,7 +29,8 @@ def drawn(curves: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def by_layer(of: Mapping[str, Any]) -> dict[str, Any]:
-    """A chart with a choice of the layer: layer -> its curves."""
+    """A chart with a choice of the layer: layer -> its curves, if it has any."""
+    of = {layer: curves for layer, curves in of.items() if curves}
     return {"choices": [[layer, short_layer(layer)] for layer in of], "of": of}
 
 

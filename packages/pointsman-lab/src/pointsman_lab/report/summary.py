@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pointsman_lab._grid import NONE, Grid
+from pointsman_lab._grid import NONE, Grid, formatted
 
 Found = Mapping[str, Any]
 
@@ -124,9 +124,7 @@ def _with_spread(of: Found) -> str:
 
 
 def _number(value: float | None, digits: int) -> str:
-    if value is None:
-        return NONE
-    return f"{value:.{digits}f}" if abs(value) < 1e6 else f"{value:.3g}"
+    return formatted(value, ".3g" if value is not None and abs(value) >= 1e6 else f".{digits}f")
 
 
 def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman_lab._grid import NONE, Grid
+from pointsman_lab._grid import NONE, Grid, formatted
 from pointsman_lab._values import finite
 from pointsman_lab.intervals import LEVEL
 from pointsman_lab.report.cell import LEAST_SEEDS, Cell, Metric, Paired, by_pretraining, metric, significantly_best
@@ -196,9 +196,9 @@ class ComparisonTable(Forms):
 
     def _costs(self, row: Row) -> list[str]:
         return [
-            NONE if row.router_parameters is None else f"{row.router_parameters:,}",
+            formatted(row.router_parameters, ","),
             *(cost_cells(row.cost) if self.counted else ()),
-            NONE if row.step_seconds.mean is None else f"{row.step_seconds.mean:.3g}",
+            formatted(row.step_seconds.mean, ".3g"),
             f"{len(row.done)}/{len(row.done) + len(row.missing)}",
         ]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pointsman_lab._grid import NONE, Grid
+from pointsman_lab._grid import Grid, formatted
 from pointsman_lab._values import finite, mean_of
 from pointsman_lab.report.forms import Forms
 from pointsman_lab.report.tables import ComparisonTable
@@ -142,7 +142,7 @@ class TaskTable(Forms):
     def routing_grid(self) -> Grid:
         """How fine-tuning changed the routing."""
         rows = [
-            [router, *(NONE if values[key] is None else f"{values[key]:.3f}" for key in ROUTING_KEYS)]
+            [router, *(formatted(values[key]) for key in ROUTING_KEYS)]
             for router, values in self.routing.items()
             if any(value is not None for value in values.values())
         ]

@@ -84,13 +84,18 @@ def read_object(path: Path) -> dict[str, Any]:
     return read_json(path) or {}
 
 
-def refuse_model(folder: Path) -> None:
-    """RunError for the folder of a Hugging Face model, which has a config.json, too: what can be done with it."""
+def is_model(folder: Path) -> bool:
+    """Whether this is the folder of a Hugging Face model, which has a config.json, too."""
     try:
         found = parse_json(read_text(folder / CONFIG, "replace"))
     except (OSError, ValueError):
-        return
-    if isinstance(found, dict) and "model_type" in found and "model" not in found:
+        return False
+    return isinstance(found, dict) and "model_type" in found and "model" not in found
+
+
+def refuse_model(folder: Path) -> None:
+    """RunError for the folder of a Hugging Face model: what can be done with it."""
+    if is_model(folder):
         raise RunError(
             f"{folder} is a Hugging Face model, not a run: `pointsman audit {folder}` measures its routing and its "
             "loss at every k; `pointsman hf --help` says how to change its routers"
