@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pointsman._errors import RunError, did_you_mean
+from pointsman_lab._files import write_whole
 from pointsman_lab.cli.options import Parser
 
 if TYPE_CHECKING:
@@ -95,9 +97,6 @@ def _shown(name: str, balance: str, lines: Sequence[str]) -> Iterable[Verdict]:
 
 
 def _write(folder: Any, found: Mapping[tuple[str, str], Sequence[Verdict]], missing: Sequence[str]) -> None:
-    import json
-
-    from pointsman_lab._files import write_whole
     from pointsman_lab.checks import matrix
 
     rows = [

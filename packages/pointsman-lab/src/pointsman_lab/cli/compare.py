@@ -18,6 +18,7 @@ from pointsman_lab.cli.progress import Display, stop_on_signals
 from pointsman_lab.cli.ranks import FLAGS as RANK_FLAGS
 from pointsman_lab.cli.ranks import add_rank_flags, in_a_rank, joined, launched
 from pointsman_lab.cli.runs import add_run_flags, run_config, use_recorded_imports, write_page
+from pointsman_lab.runs.comparison import read_comparison, read_plan, required_plan, save_plan, with_shown
 
 if TYPE_CHECKING:
     from pointsman.parallel.layout import Layout
@@ -105,7 +106,6 @@ def run(arguments: Sequence[str]) -> int:
         flags.without_effect(values, ["--tune"], "with --processes: tune without it first")
         flags.without_effect(values, ["--jobs"], "with --processes: one run after another has all of them")
     from pointsman_lab.report.results import write_tables
-    from pointsman_lab.runs.comparison import read_plan, with_shown
     from pointsman_lab.training.compare import Plan, compare, default_jobs
     from pointsman_lab.training.task import check_on_ranks
 
@@ -159,7 +159,6 @@ def check_columns(values: Any, plan: Plan) -> None:
     if values.columns in ([], ["all"]):
         return
     from pointsman_lab.report.tables import OTHERS
-    from pointsman_lab.runs.comparison import read_comparison, read_plan
 
     before = read_comparison(values.out).runs.values() if read_plan(values.out) else ()
     ks = {*plan.base.eval_top_k, plan.base.model.num_experts}.union(*(run.results() for run in before))
@@ -191,7 +190,6 @@ def shown(values: Any) -> str:
     """The table as --names, --baseline and --columns show it from now on."""
     from pointsman_lab.report.results import write_tables
     from pointsman_lab.report.tables import ComparisonTable
-    from pointsman_lab.runs.comparison import read_comparison, required_plan, save_plan, with_shown
 
     plan = with_shown(required_plan(values.out), values.names, values.baseline, values.columns)
     every = replace(read_comparison(values.out), shown={**plan["shown"], "columns": ()})

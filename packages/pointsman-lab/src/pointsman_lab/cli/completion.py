@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pointsman_lab._files import write_whole
 from pointsman_lab.cli.main import COMMANDS
 from pointsman_lab.cli.options import Parser
 
@@ -30,8 +31,6 @@ def run(words: Sequence[str]) -> int:
 
     script = shtab.complete(every_command(shtab.FILE), shell=values.shell)
     if values.out:
-        from pointsman_lab._files import write_whole
-
         print(write_whole(values.out / f"pointsman.{values.shell}", script), file=sys.stderr)
     else:
         print(script)

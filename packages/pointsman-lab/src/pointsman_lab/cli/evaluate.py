@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman_lab._files import check_writable
+from pointsman_lab._files import check_writable, within, write_whole
 from pointsman_lab.cli.options import Parser, choose_device, overrides
 from pointsman_lab.cli.progress import Display, stop_on_signals
 from pointsman_lab.registry import entries
+from pointsman_lab.runs.paths import slug
+from pointsman_lab.runs.record import RunRecord, read_object
 
 if TYPE_CHECKING:
     from pointsman_lab.progress import Stop
@@ -63,7 +65,6 @@ def run(arguments: Sequence[str]) -> int:
     from pointsman_lab.finetuning.run import finetuned_task, is_finetuned, open_run
     from pointsman_lab.report.language_table import LanguageTable
     from pointsman_lab.report.results import text_of_results
-    from pointsman_lab.runs.record import RunRecord
 
     finetuned = is_finetuned(values.run)
     for flag in ("data", "set") if finetuned else ():
@@ -89,10 +90,7 @@ def evaluated(
 ) -> tuple[dict[str, Any], Path]:
     """The record of a task's evaluation by the flags, and its file."""
     from pointsman.ops.kernels import using
-    from pointsman_lab._files import within, write_whole
     from pointsman_lab.evaluation.passes import EvaluationContext
-    from pointsman_lab.runs.paths import slug
-    from pointsman_lab.runs.record import read_object
     from pointsman_lab.training.kernels import autocast
 
     given = {} if values.eval_tokens is None else {"eval_tokens": values.eval_tokens}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
+from pointsman_lab._files import open_named, replacing, scratch_folder, sync_folder, within, write_whole
 from pointsman_lab._values import printable
 from pointsman_lab.cli.options import Parser, refuse_runs, whole
 from pointsman_lab.registry import trains
@@ -45,7 +46,6 @@ def run(arguments: Sequence[str]) -> int:
     import safetensors.torch
 
     from pointsman.control import materialize, named_routers
-    from pointsman_lab._files import replacing, within, write_whole
 
     out = values.out or within(values.run, "export")
     refuse_runs(out, unless=("model.safetensors", "vocabulary.json"))
@@ -83,8 +83,6 @@ def model_folder(out: Path) -> Iterator[Path]:
     """
     from safetensors import SafetensorError
 
-    from pointsman_lab._files import open_named, scratch_folder, sync_folder
-
     existed = out.exists()
     try:
         with scratch_folder(out) as scratch:  # new, so that no link in `out` is written through
@@ -109,7 +107,6 @@ def model_folder(out: Path) -> Iterator[Path]:
 def huggingface(values: argparse.Namespace) -> int:
     """Writes a model of transformers with its tokenizer."""
     from pointsman.routers.frame.router import check_top_k
-    from pointsman_lab._files import within
 
     out = values.out or within(values.run, "export")
     refuse_runs(out, unless=("generation_config.json", "tokenizer.json"))

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from pointsman._errors import RunError, Stopped
 from pointsman_lab._files import within
-from pointsman_lab.cli import options
-from pointsman_lab.cli.options import Parser, choose_device, number_from, numbers, whole, words
+from pointsman_lab.cli.options import Parser, choose_device, number_from, numbers, overrides, whole, words
 from pointsman_lab.cli.progress import Display, stop_on_signals
 from pointsman_lab.registry import entries
+from pointsman_lab.runs.paths import finetuned_path
+from pointsman_lab.runs.record import RunRecord, read_run
 
 if TYPE_CHECKING:
     from pointsman_lab.finetuning import Finetuning
     from pointsman_lab.report.forms import Forms
-    from pointsman_lab.runs.record import RunRecord
     from pointsman_lab.training.jobs import Hosts
 
 EPILOG = """After an interruption the same command continues.
@@ -29,8 +29,8 @@ def parser() -> Parser:
     flags = Parser("finetune", "Fine-tune a pre-trained run on a task.", EPILOG)
     flags.add("run RUN", "the pre-trained run's directory", type=Path)
     flags.add("--task NAME|PATH", "the task, also as PATH:text=COLUMN:label=COLUMN")
-    flags.add("--steps", "optimizer steps")
-    flags.add("--epochs N", "passes over the training split", type=number_from(0, name="epochs"))
+    flags.add("--steps", "optimizer steps", dest="task_steps")
+    flags.add("--epochs N", "passes over the training split", type=number_from(0, name="epochs"), dest="task_epochs")
     flags.add("--seeds")
     flags.add("--top-k", "the k values of the evaluation (default: the run's)")
     flags.add("--eval-tokens", "tokens of the test split to score, in whole texts")
@@ -62,11 +62,10 @@ def add_compare_flags(flags: Parser) -> None:
     flags.add("--task A,B", "fine-tune every row on these tasks; without --routers: rows that are trained", type=words)
     flags.add("--task-routers A,B", "fine-tune these rows only (default: all)", type=words)
     flags.add("--task-steps N", "steps of a fine-tuning (default: the paper's)", type=whole(1))
-    passes = number_from(0, name="epochs")
-    flags.add("--task-epochs N", "the same as passes over the training split", type=passes)
+    told = "the same as passes over the training split"
+    flags.add("--task-epochs N", told, type=number_from(0, name="epochs"))
     flags.add("--task-set KEY=VALUE", "any setting of the fine-tunings", action="append", default=[])
-    seeds = whole(1, "seeds")
-    flags.add("--task-seeds S", "fine-tunings of each run (default: 1)", type=seeds, default=1)
+    flags.add("--task-seeds S", "fine-tunings of each run (default: 1)", type=whole(1, "seeds"), default=1)
     add_task_settings(flags)
 
 
@@ -74,11 +73,7 @@ def settings_of_comparison(values: argparse.Namespace) -> list[Finetuning]:
     """The settings of `compare --task`, one for each task and balance weight."""
     if values.task_steps and values.task_epochs:
         raise RunError("pointsman compare: --task-steps and --task-epochs exclude each other")
-    changes: dict[str, Any] = dict(options.overrides(values.task_set))
-    if values.top_k is not None:
-        changes["eval_top_k"] = values.top_k
-    steps, epochs = values.task_steps, values.task_epochs
-    return [one for task in values.task for one in settings_of(values, task, steps, epochs, changes)]
+    return [one for task in values.task for one in settings_of(values, task, overrides(values.task_set))]
 
 
 def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str, hosts: Hosts | None = None) -> None:
@@ -106,18 +101,16 @@ def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str, hos
     print(f"saved: {files} in {out}, also .csv, .md, .tex", file=sys.stderr)
 
 
-def settings_of(
-    values: argparse.Namespace, task: str, steps: int | None, epochs: float | None, changes: Mapping[str, Any]
-) -> list[Finetuning]:
-    """The settings from the flags, one for each balance weight."""
+def settings_of(values: argparse.Namespace, task: str, changes: Mapping[str, Any]) -> list[Finetuning]:
+    """The settings from the flags, and other ones, one for each balance weight."""
     from pointsman_lab.finetuning import Finetuning
 
+    asked = {} if values.top_k is None else {"eval_top_k": values.top_k}
     return [
         Finetuning(
-            task, steps=steps, epochs=epochs, train_top_k=values.task_top_k, freeze=tuple(values.freeze or ()),
-            balance=balance, pooling=values.pooling, length=values.length, from_scratch=values.from_scratch,
-            preset=values.task_preset,
-            settings=changes,
+            task, steps=values.task_steps, epochs=values.task_epochs, train_top_k=values.task_top_k,
+            freeze=tuple(values.freeze or ()), balance=balance, pooling=values.pooling, length=values.length,
+            from_scratch=values.from_scratch, preset=values.task_preset, settings={**changes, **asked},
         )
         for balance in (values.balance or (None,))
     ]  # fmt: skip
@@ -129,7 +122,7 @@ def run(arguments: Sequence[str]) -> int:
     if not values.task:
         known = ", ".join(name for entry in entries() for name in entry.learns)
         raise RunError(f"pointsman finetune: --task is missing: {known} or a file")
-    if values.steps and values.epochs:
+    if values.task_steps and values.task_epochs:
         raise RunError("pointsman finetune: --steps and --epochs exclude each other")
     device = choose_device(values.device)
     for entry in entries():
@@ -139,16 +132,12 @@ def run(arguments: Sequence[str]) -> int:
     from pointsman_lab.finetuning.run import open_task
     from pointsman_lab.report.results import tables_of
     from pointsman_lab.report.task_table import TaskTable
-    from pointsman_lab.runs.paths import finetuned_path
-    from pointsman_lab.runs.record import read_run
     from pointsman_lab.training.state import Interrupted
 
-    changes: dict[str, Any] = dict(options.overrides(values.set))
-    if values.top_k:
-        changes["eval_top_k"] = values.top_k
+    changes: dict[str, Any] = dict(overrides(values.set))
     if values.eval_tokens is not None:
         changes["eval_tokens"] = values.eval_tokens
-    variants = settings_of(values, values.task, values.steps, values.epochs, changes)
+    variants = settings_of(values, values.task, changes)
     data = open_task(values.task)
     todo = [(settings, seed) for seed in range(values.seeds) for settings in variants]
     found: dict[str, list[RunRecord]] = {}

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pointsman._errors import RunError
+from pointsman_lab._files import read_whole_json
 from pointsman_lab.cli.options import Parser, overrides, words
 from pointsman_lab.registry import entries, find_preset
+from pointsman_lab.runs.imports import import_recorded, imports_of, present
 
 if TYPE_CHECKING:
     from pointsman_lab.training.config import RunConfig
@@ -42,8 +44,6 @@ def use_recorded_imports(values: argparse.Namespace, routers: Sequence[str]) -> 
     """
     names = [] if values.out is None else recorded_imports(values.out)
     if names:
-        from pointsman_lab.runs.imports import import_recorded, present
-
         for router in routers:
             import_recorded(router, [*values.imports, *names])
         values.imports = list(dict.fromkeys([*map(present, names), *values.imports]))
@@ -51,9 +51,6 @@ def use_recorded_imports(values: argparse.Namespace, routers: Sequence[str]) -> 
 
 def recorded_imports(folder: Path) -> list[str]:
     """What the run, the comparison or the exam in `folder` was given with --import."""
-    from pointsman_lab._files import read_whole_json
-    from pointsman_lab.runs.imports import imports_of
-
     run, comparison, exam = (
         read_whole_json(folder / name) or {} for name in ("config.json", "comparison.json", "exam.json")
     )

@@ -9,9 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
+from pointsman_lab._files import read_text
 from pointsman_lab._values import printable
 from pointsman_lab.cli.options import Parser
 from pointsman_lab.cli.runs import write_page
+from pointsman_lab.registry import entries
+from pointsman_lab.runs.comparison import read, read_comparison
+from pointsman_lab.runs.imports import names_in
+from pointsman_lab.runs.paths import COMPARISON
+from pointsman_lab.runs.sharing import EXAM, open_shared, share
 
 ENDING = ".pointsman"
 EPILOG = """examples:
@@ -33,9 +39,6 @@ def parser() -> Parser:
 
 def run(words: Sequence[str]) -> int:
     values = parser().read(words)
-    from pointsman_lab.runs.comparison import read
-    from pointsman_lab.runs.paths import COMPARISON
-    from pointsman_lab.runs.sharing import EXAM, share
     from pointsman_lab.training.compare import check_runs
 
     out = values.out or Path(f"{values.folder.resolve().name}{ENDING}")
@@ -65,7 +68,6 @@ def run(words: Sequence[str]) -> int:
 def bibtex(routers: Sequence[str]) -> str:
     """An entry for the paper of each router and mixer that is known here."""
     from pointsman.routers.frame.registry import MIXERS, ROUTERS
-    from pointsman_lab.runs.imports import names_in
 
     names = dict.fromkeys(name for spec in routers for name in names_in(spec))
     told: dict[str, str] = {}
@@ -92,11 +94,7 @@ def open_parser() -> Parser:
 
 def run_open(words: Sequence[str]) -> int:
     values = open_parser().read(words)
-    from pointsman_lab._files import read_text
-    from pointsman_lab.registry import entries
     from pointsman_lab.report.results import write_tables, write_task_tables
-    from pointsman_lab.runs.comparison import read_comparison
-    from pointsman_lab.runs.sharing import EXAM, open_shared
 
     out = values.out or Path(values.file.name.removesuffix(ENDING))
     if out == values.file:
@@ -111,7 +109,7 @@ def run_open(words: Sequence[str]) -> int:
         print(printable(f"routers came from {module!r}, which is not in the file: get it from the sender"))
     if not (out / EXAM).is_file():  # whose tasks come with pointsman
         told_of_data(found.data)
-    if (out / "comparison.json").is_file():
+    if (out / COMPARISON).is_file():
         print(write_tables(out))
         write_task_tables(out)
         for table in (each for entry in entries() for each in entry.tables(read_comparison(out))):

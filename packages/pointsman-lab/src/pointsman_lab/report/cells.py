@@ -19,6 +19,7 @@ from pointsman_lab.report.published import COUNTED, Column, Line, PublishedTable
 from pointsman_lab.report.task_table import pretrained_of
 from pointsman_lab.runs.paths import FINETUNE, finetuned_runs
 from pointsman_lab.runs.record import RunRecord, read_object, read_run
+from pointsman_lab.training.settings import without_effect
 
 XMOE = "finetune-xmoe"
 COUNTED_SETTING = "counted from the model"
@@ -28,33 +29,27 @@ def measured(table: PublishedTable, runs: Sequence[RunRecord]) -> dict[str, dict
     """Our figures by setting: all runs that match a cell, over seeds. Of several routers of one line each is named."""
     values: dict[str, dict[tuple[int, int], dict[int, float]]] = {}
     taken: dict[tuple[str, int, int, int], Path] = {}
-    alone = {key: len(routers) == 1 for key, routers in _routers(table, runs).items()}
-    for run in runs:
-        for i, line in enumerate(table.lines):
-            if not belongs(run, line, table.free):
+    placed = [
+        (run, setting(run, table), i)
+        for run in runs
+        for i, line in enumerate(table.lines)
+        if belongs(run, line, table.free)
+    ]
+    routers: dict[tuple[str, int], set[str]] = {}
+    for run, told, i in placed:
+        routers.setdefault((told, i), set()).add(canonical(run.router))
+    for run, told, i in placed:
+        told = told if len(routers[told, i]) == 1 else f"{told}, {run.router}"
+        for j, column in enumerate(table.columns):
+            found = figure(run, table, table.lines[i], column)
+            if found is None:
                 continue
-            told = setting(run, table)
-            told = told if alone[told, i] else f"{told}, {run.router}"
-            for j, column in enumerate(table.columns):
-                found = figure(run, table, line, column)
-                if found is None:
-                    continue
-                if (other := taken.setdefault((told, i, j, run.seed), run.path)) != run.path:
-                    raise RunError(f"{other} and {run.path}: both are seed {run.seed} of {told}; name one of them")
-                values.setdefault(told, {}).setdefault((i, j), {})[run.seed] = found
+            if (other := taken.setdefault((told, i, j, run.seed), run.path)) != run.path:
+                raise RunError(f"{other} and {run.path}: both are seed {run.seed} of {told}; name one of them")
+            values.setdefault(told, {}).setdefault((i, j), {})[run.seed] = found
     for filled in values.values():
         filled |= averages(table, filled)
     return {name: {place: Cell(seeds) for place, seeds in found.items()} for name, found in values.items()}
-
-
-def _routers(table: PublishedTable, runs: Sequence[RunRecord]) -> dict[tuple[str, int], set[str]]:
-    """(setting, line) -> the routers of the runs that count there."""
-    found: dict[tuple[str, int], set[str]] = {}
-    for run in runs:
-        for i, line in enumerate(table.lines):
-            if belongs(run, line, table.free):
-                found.setdefault((setting(run, table), i), set()).add(canonical(run.router))
-    return found
 
 
 def averages(
@@ -237,8 +232,6 @@ def changed_settings(run: RunRecord, preset: str) -> dict[str, Any] | None:
 
     None where there is no preset or recipe of that name.
     """
-    from pointsman_lab.training.settings import without_effect
-
     expected = named(preset, router=run.router)
     if expected is None:
         return None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from pointsman._errors import RunError, did_you_mean, needing
 from pointsman_lab._files import replacing, within
@@ -196,10 +199,6 @@ def _apart(xs: Sequence[float]) -> list[str]:
 
 
 def _heat(heat: Mapping[str, Any]) -> Any:
-    import base64
-
-    import numpy as np
-
     layers = heat["layers"]
     figure, all_axes = _new(2.1 * len(layers) + 0.8, 2.4, len(layers))
     image = None
@@ -221,8 +220,6 @@ def _heat(heat: Mapping[str, Any]) -> Any:
 
 def _audit(comparison: Comparison, curves: Sequence[Mapping[str, Any]], table: ComparisonTable) -> Any:
     """The load of every expert of an audited model at its own k, beside its quality at every k."""
-    import numpy as np
-
     [run] = comparison.runs.values()
     results, own = run.results(), read_object(run.path / AUDIT).get("top_k")
     layers = results[own if own in results else max(results)].get("routers") or {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,8 @@ from pointsman_lab.report.tables import COST, COSTS, COUNTED, CSV_COSTS, cost_ce
 from pointsman_lab.runs.record import RunRecord
 
 AT_FLOOR = "°"
-Figure = Callable[[Mapping[str, Any]], Any]
-"""What a column shows of a result."""
+FURTHER = ("transfer", "gap", "nats_per_character")
+"""Columns after the languages and their mean, where results have them."""
 
 Line = tuple[str, int]
 """A router at one k."""
@@ -64,15 +64,13 @@ class LanguageTable(Forms):
             return None
         _, _, first = rows[0]
         languages = list(first["languages"])
-        columns: dict[str, Figure] = {language: _of_language(language) for language in languages}
-        columns["mean"] = lambda result: result.get("value")
-        extra = ("transfer", "gap", "nats_per_character")
-        columns |= {key: _of(key) for key in extra if any(result.get(key) is not None for _, _, result in rows)}
+        further = [key for key in FURTHER if any(result.get(key) is not None for _, _, result in rows)]
+        columns = list(dict.fromkeys([*languages, "mean", *further]))
         values: dict[Line, dict[str, dict[int, float]]] = {}
         for run, k, result in rows:
             cells = values.setdefault((run.router, k), {column: {} for column in columns})
-            for column, figure in columns.items():
-                if (value := finite(figure(result))) is not None:
+            for column in columns:
+                if (value := finite(_figure(result, column))) is not None:
                     cells[column][run.seed] = value
         lines = {line: {column: Cell(seeds) for column, seeds in cells.items()} for line, cells in values.items()}
         floors = {
@@ -93,7 +91,7 @@ class LanguageTable(Forms):
         costs = costs if any(costs.values()) else {}
         dense = frozenset(routers) - {run.router for run, _, result in rows if result.get("routers")}
         measure = metric(str(first.get("metric", "loss")))
-        return cls(name, list(columns), lines, measure, note, floors, errors, costs, dense)
+        return cls(name, columns, lines, measure, note, floors, errors, costs, dense)
 
     def at_floor(self, line: Line, column: str) -> bool:
         """Whether a figure is not above its floor by two standard errors."""
@@ -173,9 +171,8 @@ class LanguageTable(Forms):
         return Grid([*header, *(CSV_COSTS if self.costs else ())], rows).csv()
 
 
-def _of_language(language: str) -> Figure:
-    return lambda result: result["languages"].get(language, {}).get("value")
-
-
-def _of(key: str) -> Figure:
-    return lambda result: result.get(key)
+def _figure(result: Mapping[str, Any], column: str) -> Any:
+    """What a column shows of a result."""
+    if column == "mean" or column in FURTHER:
+        return result.get("value" if column == "mean" else column)
+    return result["languages"].get(column, {}).get("value")

@@ -8,11 +8,13 @@ from typing import Any
 
 from pointsman._errors import RunError
 from pointsman_lab._values import finite, flattened, written
+from pointsman_lab.registry import OLDEST, presets
 from pointsman_lab.report.series import BINS
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.imports import imports_of
 from pointsman_lab.runs.record import RunRecord
+from pointsman_lab.training.settings import DERIVED, NO_EFFECT_ON_TRAINING, derived, flat
 
 
 def title(comparison: Comparison) -> str:
@@ -179,7 +181,8 @@ def pairing(comparison: Comparison) -> list[str]:
         found.append(
             f"{', '.join(left)}: not tuned, among rows that are: a difference to them may be one of the settings alone."
         )
-    if len({_protocol_key(run) for run in comparison.runs.values() if run.done}) > 1:
+    protocols = [run.evaluation.get("protocol") for run in comparison.runs.values() if run.done]
+    if any(one != protocols[0] for one in protocols):
         found.append("These runs were evaluated with different protocols: their figures are not comparable.")
     places = {name for name in _PLACE if len({str(run.environment.get(name)) for run in comparison.runs.values()}) > 1}
     if places:
@@ -192,8 +195,6 @@ def pairing(comparison: Comparison) -> list[str]:
 
 def differing(comparison: Comparison) -> dict[str, dict[str, list[str]]]:
     """The settings of trainings in which runs differ, besides router and seed: name -> value -> its rows."""
-    from pointsman_lab.training.settings import DERIVED, NO_EFFECT_ON_TRAINING
-
     free = {*_NO_SETTINGS, *DERIVED, *NO_EFFECT_ON_TRAINING, "seed", "model.router", "model.vocab_size"}
     found: dict[str, dict[str, list[str]]] = {}
     for run in comparison.runs.values():
@@ -210,11 +211,6 @@ def _of_rows(values: Mapping[str, Sequence[str]]) -> str:
 
 _NO_SETTINGS = ("format", "command", "findings")  # entries of config.json that are no settings
 _PLACE = ("device", "device_name", "machine", "processor", "threads", "packages")
-
-
-def _protocol_key(run: RunRecord) -> str:
-    found = run.evaluation.get("protocol")
-    return str(sorted(found.items()) if isinstance(found, dict) else found)
 
 
 def stochastic(router: str) -> bool:
@@ -277,8 +273,6 @@ def named(name: str, **given: Any) -> dict[str, Any] | None:
     None where there is none of that name, or where it refuses the arguments, such as a router of another package.
     """
     from pointsman_lab.recipes import preset, recipe, recipes
-    from pointsman_lab.registry import presets
-    from pointsman_lab.training.settings import flat
 
     try:
         if name in presets():
@@ -293,12 +287,8 @@ def named(name: str, **given: Any) -> dict[str, Any] | None:
 
 def deviations(config: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of config.json that differ from `expected`, without those that follow from the data and the seed."""
-    from pointsman_lab.registry import OLDEST
-    from pointsman_lab.training.settings import derived, flat
-
     own = config.get("model", {}).get("family")
     fixed = derived(str(own or OLDEST)) | derived(str(expected.get("model.family") or OLDEST))
-
     return {
         key: value
         for key, value in flat(config).items()

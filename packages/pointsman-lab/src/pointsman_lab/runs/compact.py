@@ -18,18 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman_lab._files import (
-    disk_errors,
-    find,
-    open_new,
-    parse_json,
-    read_json,
-    read_lines,
-    scratch_folder,
-    temporary_folder,
-    within,
-    write_whole,
-)
+from pointsman_lab import _files
 from pointsman_lab._shapes import METRICS_ROW, MOST_GROWTH, is_shaped, shape_of
 from pointsman_lab.runs.paths import CONFIG, DIAGNOSTICS, EVALUATION, EXPLORER, METRICS, VOCABULARY
 from pointsman_lab.runs.record import read_metrics
@@ -54,13 +43,13 @@ _FILE = re.compile(rf"(?:finetune/{_NAME}/seed-[0-9]+/)?([^/]+)")
 def write_record(folder: Path) -> Path | None:
     """Writes record.jsonl of a comparison (`record_of`)."""
     text = record_of(folder)
-    return write_whole(folder / RECORD, text) if text else None
+    return _files.write_whole(folder / RECORD, text) if text else None
 
 
 def record_of(folder: Path) -> str:
     """The record of a comparison: every finished run on the disk, and those that only record.jsonl knows."""
     entries = {entry["path"]: entry for entry in read_record(folder)}
-    for config in find(folder, f"runs/*/seed-*/{CONFIG}"):
+    for config in _files.find(folder, f"runs/*/seed-*/{CONFIG}"):
         run = config.parent
         if (run / EVALUATION).is_file():
             path = run.relative_to(folder).as_posix()
@@ -77,17 +66,17 @@ def restore(folder: Path, into: Path | None = None) -> list[Path]:
     made = []
     for entry in read_record(folder):
         names = entry["path"].split("/")
-        run = within(into or folder, *names)
-        if run.exists() or within(folder, *names).exists():
+        run = _files.within(into or folder, *names)
+        if run.exists() or _files.within(folder, *names).exists():
             continue
         with (
-            disk_errors(run, "the run of the record was not restored"),
-            scratch_folder(run.parent) as scratch,  # new, so that no link in the folder is written through
+            _files.disk_errors(run, "the run of the record was not restored"),
+            _files.scratch_folder(run.parent) as scratch,  # new, so that no link in the folder is written through
         ):
             for name, content in entry["files"].items():
                 file = scratch.joinpath(run.name, *name.split("/"))
                 file.parent.mkdir(parents=True, exist_ok=True)
-                with open_new(file) as opened:
+                with _files.open_new(file) as opened:
                     opened.write(written(content).encode())
             (scratch / run.name).replace(run)
         made.append(run)
@@ -109,7 +98,7 @@ def restored_aside(folder: Path) -> Path | None:
     status = file.lstat()
     key = (os.path.realpath(file), status.st_size, status.st_mtime_ns)
     if key not in _ASIDE:
-        _ASIDE[key] = temporary_folder() / Path(key[0]).parent.name  # errors name runs by their paths
+        _ASIDE[key] = _files.temporary_folder() / Path(key[0]).parent.name  # errors name runs by their paths
         _ASIDE[key].mkdir()
     restore(folder, _ASIDE[key])
     return _ASIDE[key]
@@ -119,14 +108,14 @@ def read_record(folder: Path) -> Iterator[dict[str, Any]]:
     """The entries of record.jsonl, in file order, metrics as rows; none without the file."""
     file = folder / RECORD
     if file.is_file():
-        yield from entries_of(read_lines(file), file)
+        yield from entries_of(_files.read_lines(file), file)
 
 
 def entries_of(lines: Iterable[bytes], file: Path) -> Iterator[dict[str, Any]]:
     """The same of the lines of a record that `file` holds."""
     for number, line in enumerate(lines, 1):
         try:
-            entry = parse_json(line.decode())
+            entry = _files.parse_json(line.decode())
             if not isinstance(entry, dict) or entry.get("format") != FORMAT or not _is_whole(entry):
                 raise ValueError
             columns = {name: content for name, content in entry["files"].items() if name.endswith(METRICS)}
@@ -153,11 +142,11 @@ def _size_of_rows(columns: Iterable[Mapping[str, Any]]) -> int:
 def packed(run: Path) -> dict[str, Any]:
     """File name -> content, of a run and of its fine-tunings: JSON objects, and lists of rows for metrics."""
     found: dict[str, Any] = {}
-    for file in [*find(run, "*.json"), *find(run, "finetune/*/seed-*/*.json")]:
+    for file in [*_files.find(run, "*.json"), *_files.find(run, "finetune/*/seed-*/*.json")]:
         name = file.relative_to(run).as_posix()
-        if _is_kept(name) and (content := read_json(file)) is not None:
+        if _is_kept(name) and (content := _files.read_json(file)) is not None:
             found[name] = rounded(content) if file.name == DIAGNOSTICS else content
-    for file in [*find(run, METRICS), *find(run, f"finetune/*/seed-*/{METRICS}")]:
+    for file in [*_files.find(run, METRICS), *_files.find(run, f"finetune/*/seed-*/{METRICS}")]:
         config = found.get(file.with_name(CONFIG).relative_to(run).as_posix(), {})
         found[file.relative_to(run).as_posix()] = thinned(read_metrics(file), config.get("steps"))
     return found
