@@ -76,11 +76,8 @@ def load(values: argparse.Namespace) -> Any:
 
 @contextmanager
 def model_folder(out: Path) -> Iterator[Path]:
-    """A new folder for the files of a model of transformers, which take their places in `out` at the end, or none does.
-
-    Raises:
-        RunError: what the disk refuses.
-    """
+    """A new folder for the files of a model of transformers, which take their places in `out` at the end, or none does
+    (RunError)."""
     from safetensors import SafetensorError
 
     existed = out.exists()

@@ -10,6 +10,8 @@ from pointsman._errors import RunError
 from pointsman_lab._values import printable
 from pointsman_lab.cli.options import Parser, words
 from pointsman_lab.cli.runs import recorded_imports
+from pointsman_lab.runs.imports import import_remembered
+from pointsman_lab.runs.paths import COMPARISON
 
 EPILOG = """examples:
   pointsman report runs/quickstart
@@ -39,17 +41,12 @@ def run(arguments: Sequence[str]) -> int:
             raise RunError(f"pointsman report: --out {values.out}: --paper writes into a folder")
     from pointsman_lab import report
     from pointsman_lab.report.figures import check_formats
-    from pointsman_lab.runs.paths import COMPARISON
     from pointsman_lab.training.compare import check_runs
 
     if values.figures:
         check_formats(values.figures)  # before the page, which may take a while
-
-    imports = [name for folder in values.runs for name in recorded_imports(folder)]
-    if imports:  # the page says which routers draw random numbers
-        from pointsman_lab.runs.imports import import_remembered
-
-        import_remembered(imports)
+    # the page says which routers draw random numbers
+    import_remembered([name for folder in values.runs for name in recorded_imports(folder)])
     runs = values.runs if len(values.runs) > 1 else values.runs[0]
 
     def note(message: str) -> None:

@@ -39,8 +39,7 @@ def add_run_flags(flags: Parser) -> None:
 def use_recorded_imports(values: argparse.Namespace, routers: Sequence[str]) -> None:
     """Adds to --import what the run, comparison or exam in --out records: the same command continues it without.
 
-    Raises:
-        ValueError: one of `routers` needs a recorded module that the user has never imported (`import_recorded`).
+    ValueError where one of `routers` needs a recorded module that the user has never imported (`import_recorded`).
     """
     names = [] if values.out is None else recorded_imports(values.out)
     if names:

@@ -68,11 +68,7 @@ def averages(
 
 
 def average(figures: Sequence[tuple[str, float | None]]) -> float | None:
-    """The mean over tasks of each task's mean: a question task counts (F1 + EM) / 2.
-
-    Args:
-        figures: (task, figure) of each column.
-    """
+    """The mean over tasks of each task's mean, from (task, figure) of each column: questions count (F1 + EM) / 2."""
     tasks: dict[str, list[float]] = {}
     for task, figure in figures:
         if figure is None:

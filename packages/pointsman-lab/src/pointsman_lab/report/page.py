@@ -115,19 +115,19 @@ def context(comparison: Comparison, table: ComparisonTable, data: Mapping[str, A
     experts = next((run.num_experts for run in comparison.runs.values() if run.num_experts), None)
     trained = any(run.steps for run in comparison.runs.values())
     audit = audit_parts(comparison)
-    shown = [*([("audit", "Audit")] if audit else []), ("result", "Result")]
-    shown += [("training", "Training")] if trained else []
-    shown += [("routing", "Routing")] if any_routing else []
     tasks: list[Forms] = [TaskTable.of(comparison, name) for name in variants(comparison)]
     tasks += [one for entry in entries() for one in entry.tables(comparison)]
-    shown += [("tasks", "Tasks and shifts")] if tasks else []
-    shown += [("explore", "Explorer")] if explorer else []
+    sections = [
+        ("audit", "Audit", audit), ("result", "Result", True), ("training", "Training", trained),
+        ("routing", "Routing", any_routing), ("tasks", "Tasks and shifts", tasks), ("explore", "Explorer", explorer),
+        ("protocol", "Protocol", True),
+    ]  # fmt: skip
     return {
         "title": protocol.title(comparison),
         "facts": protocol.facts(comparison, table),
         "findings": protocol.findings(comparison),
         "trained": trained,
-        "sections": [*shown, ("protocol", "Protocol")],
+        "sections": [(name, title) for name, title, there in sections if there],
         "inside": {"any": any_routing or explorer, "uniform": f"{math.log(experts):.3f}" if experts else NONE},
         "audit": audit,
         "tasks": [(one.file, one.head, [each for each in one.shown_grids() if each.rows]) for one in tasks],

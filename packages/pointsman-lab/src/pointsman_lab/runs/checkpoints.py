@@ -135,8 +135,7 @@ def checksums(path: Path) -> dict[str, str]:
 def open_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint in this folder, after every file was checked against the manifest.
 
-    Raises:
-        CheckpointError: it is damaged, cut off or no checkpoint of this library; the message says why.
+    CheckpointError says why it is damaged, cut off or no checkpoint of this library.
     """
     match = _STEP.fullmatch(path.name)
     if match is None or path.is_symlink() or not path.is_dir():

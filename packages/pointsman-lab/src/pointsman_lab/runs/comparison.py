@@ -75,21 +75,18 @@ def with_shown(
         raise RunError("--names: two rows would have the same name")
     if baseline is not None and baseline not in of:
         raise RunError(f"--baseline {baseline!r}: {did_you_mean(baseline, of)}")
-    shown |= {"names": {row: name for row, name in called.items() if name != row}}
-    shown |= {
-        name: value for name, value in (("baseline", baseline and of[baseline]), ("columns", list(columns))) if value
-    }
+    shown["names"] = {row: name for row, name in called.items() if name != row}
+    if baseline:
+        shown["baseline"] = of[baseline]
     if list(columns) == ["all"]:
-        del shown["columns"]
+        shown.pop("columns", None)
+    elif columns:
+        shown["columns"] = list(columns)
     return {**plan, "shown": shown}
 
 
 def read_plan(out: Path) -> Mapping[str, Any] | None:
-    """The content of comparison.json; None without one.
-
-    Raises:
-        RunError: it is damaged, or of another format.
-    """
+    """The content of comparison.json; None without one, RunError where it is damaged or of another format."""
     file = out / COMPARISON
     values = read_json(file)
     if values is not None and values.get("format") != FORMAT:
@@ -110,8 +107,7 @@ def saved_runs(
 ) -> list[tuple[str, int]]:
     """(router, seed) of a comparison's runs that have saved weights, one seed for all routers before the next.
 
-    Raises:
-        RunError: the comparison has no such row, or no run has saved weights.
+    RunError where the comparison has no such row, or no run has saved weights.
     """
     for router in routers or ():
         if router not in plan["routers"]:
@@ -213,12 +209,8 @@ def gather(runs: Sequence[RunRecord]) -> Comparison:
 
 
 def read(path: Path | Sequence[Path]) -> Comparison:
-    """A directory, or several run directories, as one comparison.
-
-    Raises:
-        RunError: no directory, neither a run nor a comparison, or a damaged file.
-    """
-    paths = [Path(path)] if isinstance(path, str | Path) else [Path(one) for one in path]
+    """A directory, or several run directories, as one comparison; RunError where they are none, or damaged."""
+    paths = [Path(path)] if isinstance(path, str | Path) else list(map(Path, path))
     if not paths:
         raise RunError("report: name at least one run or comparison directory")
     if len(paths) == 1:

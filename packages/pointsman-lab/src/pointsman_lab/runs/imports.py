@@ -59,8 +59,7 @@ def import_named(name: str) -> str:
 def import_recorded(router: str, names: Sequence[str]) -> None:
     """Makes the router setting of a saved run known: imports what the run records, where this user has named it before.
 
-    Raises:
-        ValueError: the router is unknown, and the run's module was never named here, or its file is gone or changed.
+    ValueError where it stays unknown: the run's module was never named here, or its file is gone or changed.
     """
     from pointsman.routers.frame.registry import split_specs
 
@@ -96,11 +95,8 @@ def import_remembered(names: Sequence[str]) -> list[str]:
 
 
 def check_imported(specs: Iterable[str], dim: int, num_experts: int) -> None:
-    """Proves that routers of other packages are as stochastic, causal and batch invariant as they declare,
-    in small forwards, and leave the hidden states as they are.
-
-    Raises:
-        RunError: one is not, with the line of the contract.
+    """Proves that routers of other packages are as stochastic, causal and batch invariant as they declare, in small
+    forwards, and leave the hidden states as they are; RunError with the line of the contract where one does not.
     """
     from pointsman.routers.frame.registry import BASELINES, entry, parse_spec, split_specs
     from pointsman.testing import Case, flags
