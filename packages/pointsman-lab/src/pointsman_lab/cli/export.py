@@ -8,12 +8,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from pointsman._errors import RunError
 from pointsman_lab._files import open_named, replacing, scratch_folder, sync_folder, within, write_whole
-from pointsman_lab._values import printable
-from pointsman_lab.cli.options import Parser, refuse_runs, whole
+from pointsman_lab.cli.options import Parser, note, refuse_runs, whole
 from pointsman_lab.registry import trains
 from pointsman_lab.runs.paths import CONFIG
 
@@ -46,10 +44,11 @@ def run(arguments: Sequence[str]) -> int:
     import safetensors.torch
 
     from pointsman.control import materialize, named_routers
+    from pointsman_lab.training.run import load_run
 
     out = values.out or within(values.run, "export")
     refuse_runs(out, unless=("model.safetensors", "vocabulary.json"))
-    saved = load(values)
+    saved = load_run(values.run, note=note)
     config = saved.config
     if values.materialize:
         materialize(saved.model)
@@ -65,13 +64,6 @@ def run(arguments: Sequence[str]) -> int:
     write_whole(out / "config.json", config.to_json())  # last: without the others it would be somebody else's
     print(out)
     return 0
-
-
-def load(values: argparse.Namespace) -> Any:
-    """The run to export."""
-    from pointsman_lab.training.run import load_run
-
-    return load_run(values.run, note=lambda message: print(printable(message), file=sys.stderr))
 
 
 @contextmanager
@@ -104,10 +96,11 @@ def model_folder(out: Path) -> Iterator[Path]:
 def huggingface(values: argparse.Namespace) -> int:
     """Writes a model of transformers with its tokenizer."""
     from pointsman.routers.frame.router import check_top_k
+    from pointsman_lab.training.run import load_run
 
     out = values.out or within(values.run, "export")
     refuse_runs(out, unless=("generation_config.json", "tokenizer.json"))
-    saved = load(values)
+    saved = load_run(values.run, note=note)
     top_k = saved.last_top_k if values.top_k is None else check_top_k(values.top_k, saved.config.model.num_experts)
     theirs = trains(saved.config.model.family).export(saved, top_k)
     from transformers.utils import logging

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pointsman._errors import RunError, did_you_mean
+from pointsman._errors import RunError
 from pointsman_lab._files import write_whole
 from pointsman_lab.cli.export import model_folder
-from pointsman_lab.cli.options import Parser, choose_device, number_from, refuse_runs, whole
+from pointsman_lab.cli.options import Parser, action_of, choose_device, note, number_from, refuse_runs, whole
 from pointsman_lab.runs.record import read_object
 
 ACTIONS = {
@@ -50,16 +49,10 @@ def parser(action: str) -> Parser:
 
 
 def run(words: Sequence[str]) -> int:
-    if not words:
-        raise RunError(f"pointsman hf: the action is missing; allowed: {', '.join(ACTIONS)}")
-    action = words[0]
-    if action in ("-h", "--help"):
-        print(USAGE.format(actions="\n".join(f"  {name:<12} {text}" for name, text in ACTIONS.items())), end="")
+    action = action_of("hf", words, ACTIONS, USAGE)
+    if action is None:
         return 0
-    if action not in ACTIONS:
-        raise RunError(f"pointsman hf: unknown action {action!r}: {did_you_mean(action, ACTIONS)}")
-    flags = parser(action)
-    values = flags.read(words[1:])
+    values = parser(action).read(words[1:])
     needed = {"replace": ("out", "router"), "materialize": ("out",), "upcycle": ("out", "experts")}[action]
     for name in needed:
         if getattr(values, name) is None:
@@ -77,7 +70,7 @@ def run(words: Sequence[str]) -> int:
         tokenizer: Any = load_tokenizer(values.model)
     except RunError as error:
         tokenizer = None
-        print(f"pointsman: without a tokenizer: {error}", file=sys.stderr)
+        note(f"pointsman: without a tokenizer: {error}")
     save(model, values.out, tokenizer)
     print(values.out)
     return 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
@@ -14,7 +15,7 @@ from typing import Any, NoReturn
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._files import check_writable, parse_json, read_ordinary
 from pointsman_lab._grid import Grid
-from pointsman_lab._values import flattened, most, upper
+from pointsman_lab._values import flattened, most, printable, upper
 from pointsman_lab.registry import entries
 
 WIDTH = 78
@@ -233,6 +234,24 @@ def overrides(pairs: Sequence[str]) -> dict[str, str]:
             raise RunError(f"--set {pair!r}: allowed is KEY=VALUE")
         values[key.strip()] = value.strip()
     return values
+
+
+def action_of(command: str, words: Sequence[str], actions: Mapping[str, str], usage: str) -> str | None:
+    """Which of a command's actions its first word names; None where that asks for help, which is printed."""
+    if not words:
+        raise RunError(f"pointsman {command}: the action is missing; allowed: {', '.join(actions)}")
+    if words[0] in ("-h", "--help"):
+        width = max(map(len, actions))
+        print(usage.format(actions="\n".join(f"  {name:<{width}}  {text}" for name, text in actions.items())), end="")
+        return None
+    if words[0] not in actions:
+        raise RunError(f"pointsman {command}: unknown action {words[0]!r}: {did_you_mean(words[0], actions)}")
+    return words[0]
+
+
+def note(message: str) -> None:
+    """Tells the user something beside a command's output."""
+    print(printable(message), file=sys.stderr)
 
 
 def refuse_runs(out: Path, *, unless: Sequence[str]) -> None:

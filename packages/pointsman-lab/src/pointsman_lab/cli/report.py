@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from pointsman._errors import RunError
-from pointsman_lab._values import printable
-from pointsman_lab.cli.options import Parser, words
+from pointsman_lab.cli.options import Parser, note, words
 from pointsman_lab.cli.runs import recorded_imports
 from pointsman_lab.runs.imports import import_remembered
 from pointsman_lab.runs.paths import COMPARISON
@@ -48,9 +46,6 @@ def run(arguments: Sequence[str]) -> int:
     # the page says which routers draw random numbers
     import_remembered([name for folder in values.runs for name in recorded_imports(folder)])
     runs = values.runs if len(values.runs) > 1 else values.runs[0]
-
-    def note(message: str) -> None:
-        print(printable(message), file=sys.stderr)
 
     for folder in (one for one in values.runs if (one / COMPARISON).is_file()):
         try:

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pointsman._errors import RunError, did_you_mean
+from pointsman_lab._files import write_whole
 from pointsman_lab._grid import Grid, formatted
-from pointsman_lab.cli.options import Parser, whole
+from pointsman_lab.cli.options import Parser, action_of, whole
 
 ACTIONS = {
     "diff": "say where two traces differ, and which kind of fault explains it",
@@ -42,21 +42,16 @@ def parser(action: str) -> Parser:
 
 
 def run(words: Sequence[str]) -> int:
-    if not words:
-        raise RunError(f"pointsman trace: the action is missing; allowed: {', '.join(ACTIONS)}")
-    if words[0] in ("-h", "--help"):
-        print(USAGE.format(actions="\n".join(f"  {name:<6} {text}" for name, text in ACTIONS.items())), end="")
+    action = action_of("trace", words, ACTIONS, USAGE)
+    if action is None:
         return 0
-    if words[0] not in ACTIONS:
-        raise RunError(f"pointsman trace: unknown action {words[0]!r}: {did_you_mean(words[0], ACTIONS)}")
-    values = parser(words[0]).read(words[1:])
+    values = parser(action).read(words[1:])
     from pointsman.traces import RoutingTrace
-    from pointsman_lab._files import write_whole
     from pointsman_lab.traces import compare, flips
     from pointsman_lab.traces.placement import cache, place
 
     first = RoutingTrace.load(values.first)
-    if words[0] == "diff":
+    if action == "diff":
         second = RoutingTrace.load(values.second)
         found = compare(first, second)
         print(f"{first.tokens:,} tokens, {len(first.lengths)} sequences, {len(first.layers)} layers")

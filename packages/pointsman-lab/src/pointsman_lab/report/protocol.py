@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from pointsman._errors import RunError
 from pointsman_lab._values import finite, flattened, written
 from pointsman_lab.registry import OLDEST, presets
 from pointsman_lab.report.series import BINS
@@ -31,15 +31,13 @@ def facts(comparison: Comparison, table: ComparisonTable) -> list[tuple[str, str
     """The facts at the head of the page: (name, value)."""
     total = len(comparison.routers) * len(comparison.seeds)
     done = total - len(comparison.missing())
+    seeds = ", ".join(map(str, comparison.seeds))
     found: list[tuple[str, Any]] = [
         ("preset", _setting(comparison, "preset")),
         ("steps", _setting(comparison, "steps")),
         ("experts", next((run.num_experts for run in comparison.runs.values() if run.num_experts), None)),
         ("trained with k", _setting(comparison, "train_top_k")),
-        (
-            "seed" if len(comparison.seeds) == 1 else "seeds",
-            "" if table.audit else ", ".join(map(str, comparison.seeds)),
-        ),
+        ("seed" if len(comparison.seeds) == 1 else "seeds", "" if table.audit else seeds),
         ("runs done", "" if table.audit else f"{done} of {total}"),
         ("measure", f"{table.metric.label}, {table.metric.direction}"),
     ]
@@ -274,14 +272,12 @@ def named(name: str, **given: Any) -> dict[str, Any] | None:
     """
     from pointsman_lab.recipes import preset, recipe, recipes
 
-    try:
+    with suppress(ValueError):
         if name in presets():
             return flat(preset(name, **given).to_dict())
         if name in recipes():
             own = {key: value for key, value in given.items() if key in ("router", "seed")}
             return flat(recipe(name, **own).to_dict())
-    except (ValueError, RunError):
-        return None
     return None
 
 

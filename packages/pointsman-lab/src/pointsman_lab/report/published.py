@@ -1,12 +1,7 @@
 """Published figures: one TOML file a paper, `papers/NAME.toml`, as printed there; each cell says which runs match it.
 
-name, citation, link
-[columns]  name = [column, …]           columns that several tables share
-[routers]  name = [spec, …]             specs that several lines share
-[[tables]] number, title, metric, columns = [column, …] or a name, lines = [line, …], and optionally
-           data, presets, steps, note, needs, decimals, free = ["frozen", "balance"], trained_k
-column     name, and optionally top_k, split, attacked, task, languages, shift, layer, language, quantity
-line       label, values = [number or "-", …], and optionally routers = [spec, …] or a name, top_k, frozen, balance
+The file has the fields of `Paper`, `[[tables]]` with those of `PublishedTable`, in these columns and lines; "-" is a
+value that is not in the paper. `[columns]` and `[routers]` hold lists by name: the name stands for the list then.
 """
 
 from __future__ import annotations

@@ -127,13 +127,10 @@ def validation(comparison: Comparison, scale: float = 1.0) -> dict[str, Any]:
     last = last_step(comparison)
     tables: dict[int, dict[tuple[str, int], Curve]] = {}
     for key, run in comparison.runs.items():
-        rows: dict[int, dict[float, float]] = {}
         for row in run.metrics("valid"):
             k, step, value = finite(row.get("top_k")), finite(row.get("step")), finite(row.get("value"))
             if k is not None and step is not None and value is not None:
-                rows.setdefault(int(k), {})[step] = value * scale
-        for k, values in rows.items():
-            tables.setdefault(k, {})[key] = values
+                tables.setdefault(int(k), {}).setdefault(key, {})[step] = value * scale
     ks = sorted(tables)
     of = {
         str(k): per_router(comparison, lambda run, k=k: tables[k].get((run.router, run.seed), {}), last, BINS)  # type: ignore[misc]

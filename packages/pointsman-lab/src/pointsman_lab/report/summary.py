@@ -74,20 +74,17 @@ def _change(found: Found) -> str:
     for row in found["history"]:
         parts.append(_fluctuation(f"fluctuation from {row['checkpoint']} to the next", row["layers"]))
     if found["consistency"]:
-        rows = [
-            [name, _number(of["with_diagonal"], 3), _number(of["without_diagonal"], 3), str(of["runs"])]
-            for name, of in found["consistency"].items()
-        ]
+        rows = [[name, *_consistency(of)] for name, of in found["consistency"].items()]
         parts.append(_aligned(["inter-run consistency", "with diagonal", "without", "runs"], rows))
     for variant, tuned in found.get("finetunings", {}).items():
-        rows = [
-            [name, str(last["step"]), _number(last["with_diagonal"], 3), _number(last["without_diagonal"], 3),
-             str(last["runs"])]
-            for name, (*_, last) in tuned["layers"].items()
-        ]  # fmt: skip
+        rows = [[name, str(last["step"]), *_consistency(last)] for name, (*_, last) in tuned["layers"].items()]
         title = f"consistency of fine-tunings: {variant}, loads of {tuned['window']} batches or more"
         parts.append(_aligned([title, "step", "with diagonal", "without", "runs"], rows))
     return "\n\n".join(parts)
+
+
+def _consistency(of: Found) -> list[str]:
+    return [_number(of["with_diagonal"], 3), _number(of["without_diagonal"], 3), str(of["runs"])]
 
 
 def _fluctuation(title: str, layers: Found) -> str:

@@ -292,13 +292,15 @@ def _row(comparison: Comparison, router: str, split: str) -> Row:
                 experts.setdefault(k, {})[run.seed] = mean
             if (value := finite(result.get("value"))) is not None:
                 quality.setdefault(k, {})[run.seed] = value
+    largest = {run.seed: results[max(results)] for run in done if (results := run.results(split))}
+    entropy = {seed: over_layers(result, "entropy") for seed, result in largest.items()}
     parameters = [value for run in done if (value := finite(run.evaluation.get("router_parameters"))) is not None]
     seconds = {run.seed: finite(run.evaluation.get("step_seconds")) for run in done}
     has_router = any(result.get("routers") for run in done for result in run.results(split).values())
     return Row(
         router=router,
         quality={k: Cell(values) for k, values in sorted(quality.items())},
-        entropy=_at_largest_k(done, split, "entropy"),
+        entropy=Cell({seed: value for seed, value in entropy.items() if value is not None}),
         router_parameters=int(parameters[0]) if parameters and has_router else None,
         cost=cost_of(done),
         step_seconds=Cell({seed: value for seed, value in seconds.items() if value is not None}),
@@ -312,9 +314,3 @@ def _row(comparison: Comparison, router: str, split: str) -> Row:
             if run.is_audit and (low := finite(result.get("low"))) and (high := finite(result.get("high")))
         },
     )
-
-
-def _at_largest_k(runs: Sequence[RunRecord], split: str, name: str) -> Cell:
-    """A figure of the routers at the largest k, mean over layers, by seed."""
-    rows = {run.seed: results[max(results)] for run in runs if (results := run.results(split))}
-    return Cell({seed: value for seed, row in rows.items() if (value := over_layers(row, name)) is not None})
