@@ -108,13 +108,7 @@ def _new(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
     return figure, figure.subplots(1, columns, squeeze=False)[0]
 
 
-def save_lines(
-    path: Path,
-    curves: Sequence[Mapping[str, Any]],
-    x_label: str,
-    y_label: str,
-    **how: Any,
-) -> Path:
+def save_lines(path: Path, curves: Sequence[Mapping[str, Any]], x_label: str, y_label: str, **how: Any) -> Path:
     """Writes one figure of curves; the ending of the path says the format.
 
     Args:

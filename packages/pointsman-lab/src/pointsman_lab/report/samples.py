@@ -37,12 +37,7 @@ Seen = dict[str, tuple[Tensor, Routing]]
 
 
 def collect_samples(
-    path: Path,
-    *,
-    tokens: int = 2048,
-    points: int = 500,
-    device: str = "cpu",
-    out: Path | None = None,
+    path: Path, *, tokens: int = 2048, points: int = 500, device: str = "cpu", out: Path | None = None
 ) -> Path | None:
     """Runs a stretch of the evaluated split through a finished run and writes `explorer.json`.
 
@@ -69,11 +64,7 @@ def collect_samples(
     routings = {k: {name: routing for name, (_, routing) in layers.items()} for k, layers in seen.items()}
     words = display_tokens(np.concatenate(segments), run.vocabulary)
     sample = pack(routings, words, inputs_of(run.model, seen[middle]), middle, points)
-    sample |= {
-        "checkpoint": f"step-{run.step}",
-        "split": task.reported_split(config),
-        "level": run.vocabulary.level,
-    }
+    sample |= {"checkpoint": f"step-{run.step}", "split": task.reported_split(config), "level": run.vocabulary.level}
     return write_whole((out or path) / EXPLORER, json.dumps(sample, allow_nan=False, separators=(",", ":")))
 
 

@@ -87,8 +87,7 @@ class TaskTable(Forms):
         routers = [router for router in comparison.routers if router in begun or not tuned]
         protocol = next((run.evaluation.get("protocol") or {"split": "test"} for run in tuned if run.done), {})
         table = ComparisonTable.of(
-            Comparison(comparison.path, comparison.settings, routers, seeds, found),
-            split=protocol.get("split", "test"),
+            Comparison(comparison.path, comparison.settings, routers, seeds, found), split=protocol.get("split", "test")
         )
         table = replace(table, repeats=REPEAT if len(comparison.seeds) > 1 else 1)
         every = [run.evaluation.get("protocol") or {} for run in tuned if run.done]
