@@ -24,25 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman_lab._files import (
-    checksum,
-    may_fill,
-    open_new,
-    parse_json,
-    read_json,
-    read_ordinary,
-    read_whole_json,
-    replacing,
-    within,
-    write_whole,
-)
+from pointsman_lab._files import checksum, may_fill, parse_json, read_ordinary, read_whole_json, within, write_whole
 from pointsman_lab._shapes import MOST_LINE, MOST_OTHERS, check_shape, inflated, shape_of
 from pointsman_lab.runs.checkpoints import STATE, steps_of
 from pointsman_lab.runs.compact import RECORD, entries_of, line_of, packed, record_of, written
 from pointsman_lab.runs.comparison import read_comparison, required_plan
 from pointsman_lab.runs.imports import SOURCE, imports_of, left_out, origin_of, sources_of
 from pointsman_lab.runs.paths import CHECKPOINTS, COMPARISON, CONFIG, ENVIRONMENT, EVALUATION
-from pointsman_lab.runs.record import RunRecord
+from pointsman_lab.runs.record import RunRecord, read_object
 
 FORMAT, VERSION = "pointsman-share", 1
 EXAM, SOURCES = "exam.json", "sources"
@@ -127,8 +116,7 @@ def share(folder: Path, out: Path, papers: str = "", cells: Mapping[str, Any] | 
         parse_json(content.decode())
     except ValueError as error:
         raise RunError(f"{folder}: too large for one file ({error}); share single runs") from None
-    with replacing(out) as aside, open_new(aside) as opened:
-        opened.write(raw)
+    write_whole(out, raw)
     return modules
 
 
@@ -296,8 +284,8 @@ def _entry_run(run: RunRecord) -> dict[str, Any]:
     rows = list(run.metrics("train"))
     seconds = sorted(float(row.get("step_seconds") or 0.0) for row in rows) or [0.0]
     return {
-        "environment": read_json(run.path / ENVIRONMENT) or {},
-        "evaluation": {"results": read_json(run.path / EVALUATION)["results"]},  # type: ignore[index]
+        "environment": run.environment,
+        "evaluation": {"results": run.evaluation["results"]},
         "log": {"step": [row["step"] for row in rows], "loss": [row["loss"] for row in rows]},
         "step_seconds": run.evaluation.get("step_seconds") or seconds[len(seconds) // 2],
     }
@@ -305,9 +293,9 @@ def _entry_run(run: RunRecord) -> dict[str, Any]:
 
 def read_entry(file: Path, shape: Mapping[str, Any] = ENTRY) -> dict[str, Any]:
     """An entry's file."""
-    entry = read_json(file)
-    if entry is None:
+    if not file.exists():
         raise RunError(f"{file}: no such file")
+    entry = read_object(file)
     check_shape(entry, shape, str(file))
     try:
         json.dumps(entry, allow_nan=False)
