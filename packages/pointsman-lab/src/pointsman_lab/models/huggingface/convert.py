@@ -17,7 +17,7 @@ from pointsman.routers.papers.loss_free import BiasedTopK
 from pointsman.routers.papers.smoe_dropout import FrozenLinearScorer
 from pointsman.routers.papers.topk import LinearScorer
 from pointsman_lab.models.decoder import Decoder
-from pointsman_lab.models.huggingface.classes import CLASSES, GateRule, HubClass, common_settings, gate_of
+from pointsman_lab.models.huggingface.classes import CLASSES, GateRule, HubClass, gate_of, settings_of
 
 TOKENS = 16  # that the logits are compared on
 TOLERANCE = 1e-4
@@ -77,7 +77,7 @@ def to_transformers(model: Decoder, *, top_k: int, length: int) -> Any:
     gates = _gates(model, top_k)
     rule = next(iter(gates.values()))[0]
     found = _class_for(model, rule)
-    settings = {**common_settings(model.config, top_k, length), **found.settings(model.config, rule)}
+    settings = settings_of(found, model.config, rule, top_k, length)
     factory: Any = AutoModelForCausalLM
     with torch.device("meta"):
         theirs = factory.from_config(AutoConfig.for_model(found.kind, **settings), dtype=torch.float32)
@@ -113,16 +113,12 @@ def _gates(model: Decoder, top_k: int) -> Gates:
             gates[index] = gate_of(moe.router, top_k)
         except ValueError as error:
             raise NoClassError(f"layer layers.{index}: {error}") from None
-    rules = {index: rule for index, (rule, _, _) in gates.items()}
-    first = next(iter(rules))
-    corrected = any(rule.corrected for rule in rules.values())
-    for index, rule in rules.items():
-        if (rule.kind, rule.spec) != (rules[first].kind, rules[first].spec):
-            raise NoClassError(
-                f"layer layers.{index} routes by {rule.spec!r}, layers.{first} by {rules[first].spec!r}: the gates of "
-                "a class are all alike"
-            )
-    common = replace(rules[first], corrected=corrected)
+    first, (common, *_) = next(iter(gates.items()))
+    for index, (rule, *_) in gates.items():
+        if (rule.kind, rule.spec) != (common.kind, common.spec):
+            told = f"layer layers.{index} routes by {rule.spec!r}, layers.{first} by {common.spec!r}"
+            raise NoClassError(f"{told}: the gates of a class are all alike")
+    common = replace(common, corrected=any(rule.corrected for rule, *_ in gates.values()))
     return {index: (common, weight, correction) for index, (_, weight, correction) in gates.items()}
 
 

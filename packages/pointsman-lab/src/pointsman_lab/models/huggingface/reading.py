@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman.ops.feed_forward import ACTIVATIONS
 from pointsman_lab.models.decoder import DecoderConfig
-from pointsman_lab.models.huggingface.classes import CLASSES, GateRule, HubClass
+from pointsman_lab.models.huggingface.classes import CLASSES, SAME, GateRule, HubClass
 
 LATENT = "it has latent attention, which the decoder has not"
 REFUSED = {
@@ -41,7 +41,8 @@ def read_config(config: Any, where: str, router: str | None = None) -> tuple[Dec
         raise RunError(f"{where}: {kind!r} is no class that a decoder can be: {told}")
     found = known[kind]
     _refuse(config, where)
-    heads = int(config.num_attention_heads)
+    same: Any = {ours: kind(getattr(config, theirs)) for ours, (theirs, kind) in SAME.items()}
+    heads = same["num_heads"]
     experts = int(getattr(config, "num_local_experts", None) or config.num_experts)
     dense = int(getattr(config, "intermediate_size", 0))
     width = int(getattr(config, "moe_intermediate_size", None) or dense)
@@ -56,10 +57,7 @@ def read_config(config: Any, where: str, router: str | None = None) -> tuple[Dec
     norm: Any = "head" if getattr(config, "use_qk_norm", False) else found.qk_norms[0]
     try:
         settings = DecoderConfig(
-            vocab_size=int(config.vocab_size),
-            num_layers=int(config.num_hidden_layers),
-            dim=int(config.hidden_size),
-            num_heads=heads,
+            **same,
             kv_heads=int(config.num_key_value_heads or heads),
             head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
             hidden_dim=dense,
@@ -68,13 +66,9 @@ def read_config(config: Any, where: str, router: str | None = None) -> tuple[Dec
             top_k=int(config.num_experts_per_tok),
             router=rule_of(config, found).spec if router is None else router,
             moe_layers=_moe_layers(config, found),
-            activation=cast(Any, str(config.hidden_act)),  # the settings refuse others
             shared_experts=shared,
             shared_gate=found.kind == "qwen2_moe",
             qk_norm=norm,
-            tied=bool(config.tie_word_embeddings),
-            norm_eps=float(config.rms_norm_eps),
-            init_std=float(config.initializer_range),
             context_length=int(config.max_position_embeddings),
             rope_theta=float((config.rope_parameters or {}).get("rope_theta", 10_000.0)),
         )
