@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from pointsman._errors import RunError
 from pointsman_lab._files import parse_json, read_text, scratch_folder, sync_folder, write_synced
 from pointsman_lab.data.download import NO_SPACE
-from pointsman_lab.data.reading import BLOCK
 from pointsman_lab.data.subwords import read_vocabulary
 from pointsman_lab.data.vocabulary import IdArray, Vocabulary
 
@@ -91,16 +90,14 @@ def _open(folder: Path) -> Tokens | None:
             return None
         meta = parse_json(payload)
         vocabulary = read_vocabulary(meta["vocabulary"])
-        arrays: dict[str, IdArray] = {}
-        for split, part in meta["parts"].items():
-            arrays[split] = _map(folder / f"{split}.bin", part["tokens"], vocabulary.dtype)
-            if _crc32(arrays[split]) != part["crc32"]:
-                return None
+        parts: dict[str, dict[str, int]] = meta["parts"]
+        arrays = {split: _map(folder / f"{split}.bin", of["tokens"], vocabulary.dtype) for split, of in parts.items()}
     except (OSError, ValueError):
         return None
-    parts: dict[str, Any] = meta["parts"]
-    crc32 = {split: int(part["crc32"]) for split, part in parts.items()}
-    return Tokens(vocabulary, arrays, crc32, {split: int(part["unknown"]) for split, part in parts.items()})
+    crc32 = {split: _crc32(ids) for split, ids in arrays.items()}
+    if any(crc32[split] != of["crc32"] for split, of in parts.items()):
+        return None
+    return Tokens(vocabulary, arrays, crc32, {split: of["unknown"] for split, of in parts.items()})
 
 
 def _map(path: Path, tokens: int, dtype: np.dtype[Any]) -> IdArray:
@@ -113,10 +110,7 @@ def _map(path: Path, tokens: int, dtype: np.dtype[Any]) -> IdArray:
 
 
 def _crc32(ids: IdArray) -> int:
-    checksum = 0
-    for start in range(0, len(ids), BLOCK):
-        checksum = zlib.crc32(_raw(ids[start : start + BLOCK]), checksum)
-    return checksum
+    return zlib.crc32(_raw(ids))
 
 
 def _raw(ids: IdArray) -> memoryview:

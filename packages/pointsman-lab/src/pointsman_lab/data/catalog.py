@@ -44,21 +44,18 @@ class KnownCorpus:
     md5: str = ""
 
 
+def _in_one_file(name: str, md5: str) -> KnownCorpus:
+    sizes = (90_000_000, 5_000_000, 5_000_000)
+    return KnownCorpus(files=(name, f"{name}.gz", f"{name}.zip"), sizes=sizes, md5=md5)
+
+
 _WIKI_PARTS = MappingProxyType({split: f"wiki.{split}.tokens" for split in SPLITS})
 
 CORPORA: Mapping[str, KnownCorpus] = MappingProxyType(
     {
         "stdlib": KnownCorpus(),
-        "enwik8": KnownCorpus(
-            files=("enwik8", "enwik8.gz", "enwik8.zip"),
-            sizes=(90_000_000, 5_000_000, 5_000_000),
-            md5="a1fa5ffddb56f4953e226637dabbb36a",
-        ),
-        "text8": KnownCorpus(
-            files=("text8", "text8.gz", "text8.zip"),
-            sizes=(90_000_000, 5_000_000, 5_000_000),
-            md5="3bea1919949baf155f99411df5fada7e",
-        ),
+        "enwik8": _in_one_file("enwik8", "a1fa5ffddb56f4953e226637dabbb36a"),
+        "text8": _in_one_file("text8", "3bea1919949baf155f99411df5fada7e"),
         "wikitext-2": KnownCorpus(level="word", parts=_WIKI_PARTS),
         "wikitext-103": KnownCorpus(level="word", parts=_WIKI_PARTS),
     }

@@ -69,12 +69,9 @@ class BatchStream:
         if step < 0:
             raise ValueError(f"step is {step}; steps count from 0")
         start = step % self.steps_per_epoch * self.segment_length
-        width = self.segment_length + 1
-        rows = np.empty((self.batch_size, width), dtype=np.int64)
-        for row in range(self.batch_size):
-            begin = row * self._column + start
-            rows[row] = self._tokens[begin : begin + width]
-        both = _send(rows, self._device)
+        begins = start + self._column * np.arange(self.batch_size)[:, None]
+        rows = self._tokens[begins + np.arange(self.segment_length + 1)]
+        both = _send(rows.astype(np.int64), self._device)
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
     def is_epoch_start(self, step: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -225,10 +226,6 @@ def _read(path: Path) -> str:
 def _library() -> Any:
     with needing("subwords need tokenizers", "hf"):
         import tokenizers
-        import tokenizers.decoders
-        import tokenizers.models
-        import tokenizers.normalizers
-        import tokenizers.pre_tokenizers
     return tokenizers
 
 
@@ -261,9 +258,8 @@ def as_tokenizer(vocabulary: Vocabulary) -> Any:
 def byte_letters() -> list[str]:
     """The letter that stands for each byte in byte-level tokenizers (GPT-2's table)."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = [value for value in range(256) if value not in shown]
-    table = {value: chr(value) for value in shown} | {value: chr(256 + place) for place, value in enumerate(hidden)}
-    return [table[value] for value in range(256)]
+    others = count(256)
+    return [chr(value if value in shown else next(others)) for value in range(256)]
 
 
 def save_tokenizer(vocabulary: Vocabulary, folder: Path) -> None:

@@ -15,6 +15,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -59,13 +60,6 @@ class Symbols(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(level={self.level!r}, size={self.size})"
-
-
-class _WordIndex(dict[str, int]):
-    """word -> id, -1 for an unknown word; as fast as a plain dict."""
-
-    def __missing__(self, word: str) -> int:
-        return -1
 
 
 class Vocabulary(Symbols):
@@ -154,7 +148,7 @@ class Vocabulary(Symbols):
             except UnicodeDecodeError as error:
                 raise RunError(f"byte {error.start} of the text is not UTF-8: a word-level run needs it") from None
         words = split_words(text, keep_newlines=END_OF_LINE in self._index)
-        found = np.fromiter(map(self._index.__getitem__, words), dtype=np.int32, count=len(words))
+        found = np.fromiter(map(self._index.get, words, repeat(-1)), dtype=np.int32, count=len(words))
         unknown = found < 0
         ids = np.where(unknown, self._index[UNKNOWN], found).astype(self.dtype)
         return ids, int(np.count_nonzero(unknown))
@@ -196,8 +190,8 @@ class Vocabulary(Symbols):
             raise RunError(f"not a vocabulary: {error}") from None
 
     @cached_property
-    def _index(self) -> _WordIndex:
-        return _WordIndex((str(symbol), index) for index, symbol in enumerate(self.symbols))
+    def _index(self) -> dict[str, int]:
+        return {str(symbol): index for index, symbol in enumerate(self.symbols)}
 
     @cached_property
     def _byte_unknown(self) -> NDArray[np.bool_]:
