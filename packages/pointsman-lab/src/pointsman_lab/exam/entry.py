@@ -58,12 +58,8 @@ def consistent(entry: Mapping[str, Any], where: str) -> None:
     """RunError where the cells contradict themselves: spec and rate are those chosen, values those of the curves."""
     for task, cell in entry["cells"].items():
         tried = {(spec, rate, seed): math.inf if value is None else value for spec, rate, seed, value in cell["tried"]}
-
-        def value(spec: str, rate: float, seed: int, tried: Mapping[Any, float] = tried) -> float:
-            return tried[spec, rate, seed]
-
         try:
-            wanted = chosen(entry["router"], value)
+            wanted = chosen(entry["router"], lambda *one: tried[one])  # noqa: B023 - called at once
         except KeyError as error:
             raise RunError(f"{where}, {task}: a choice was not tried: {error.args[0]}") from None
         if wanted != (cell["chosen"]["spec"], cell["chosen"]["rate"]):

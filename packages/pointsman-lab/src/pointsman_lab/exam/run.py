@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pointsman import MoE, Routing, add_losses, step_end
 from pointsman.auxiliary import assignment_counts
 from pointsman_lab.exam.student import Student
 from pointsman_lab.exam.task import BLOCK, Batch, Task, World
+from pointsman_lab.training.optimizer import lr_scales, trainable
 
 WARM_UP = 20  # steps
 POINTS = 10  # of the learning curve
@@ -31,12 +32,11 @@ def rate_at(task: Task, step: int) -> float:
 
 def parameter_groups(student: Student, rate: float) -> list[dict[str, Any]]:
     """Trained parameters; those of a router have the rate times its `lr_scale`."""
-    router = list(student.layer.router.parameters()) if isinstance(student.layer, MoE) else []
-    of_router = {id(parameter) for parameter in router}
-    scale = student.layer.router.lr_scale if isinstance(student.layer, MoE) else 1.0
-    others = [one for one in student.parameters() if id(one) not in of_router]
-    groups = [(others, rate), ([one for one in router if one.requires_grad], rate * scale)]
-    return [{"params": members, "lr": lr, "initial": lr} for members, lr in groups if members]
+    scales = lr_scales(student)
+    groups: dict[float, list[nn.Parameter]] = {}
+    for parameter in trainable(student).values():
+        groups.setdefault(rate * scales.get(id(parameter), 1.0), []).append(parameter)
+    return [{"params": members, "lr": lr, "initial": lr} for lr, members in groups.items()]
 
 
 def objective(task: Task, student: Student, batch: Batch) -> torch.Tensor:
@@ -89,7 +89,6 @@ def run(task: Task, row: str, seed: int, rate: float, check: Callable[[], None] 
     world = task.world(seed)
     student = Student(task, row, seed)
     groups = parameter_groups(student, rate)
-    parameters = [parameter for group in groups for parameter in group["params"]]
     optimizer = torch.optim.Adam(groups, fused=True)
     torch.manual_seed(seed)  # what routers draw
     curve: dict[int, float] = {}
@@ -108,8 +107,7 @@ def run(task: Task, row: str, seed: int, rate: float, check: Callable[[], None] 
         loss = objective(task, student, block.at(step % BLOCK))
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        for parameter in parameters:
-            parameter.grad = None
+        optimizer.zero_grad()
         step_end(student)
         if (step + 1) % every == 0 and step + 1 < task.steps:
             curve[step + 1] = judged(task, student, task.test(world, seed, (step + 1) / task.steps), world)[0]
