@@ -108,6 +108,9 @@ class ResidualFeedForward(nn.Module):
         return hidden
 
 
+MakeNorm = Callable[[int], nn.Module]
+"""The width of what it is to normalise -> a norm."""
+
 Sublayer = MoE | FeedForward | ResidualFeedForward | None
 
 
@@ -154,15 +157,7 @@ class FeedForwardLayer(nn.Module):
     ranks: Ranks = ALONE
     entered_by: tuple[str, ...] = ("mix",)  # besides forward, of which it has none: for `parallelize`
 
-    def __init__(
-        self,
-        dim: int,
-        inner: Sublayer,
-        *,
-        dropout: float,
-        pre_norm: bool,
-        norm: Callable[[int], nn.Module] = Norm,
-    ) -> None:
+    def __init__(self, dim: int, inner: Sublayer, *, dropout: float, pre_norm: bool, norm: MakeNorm = Norm) -> None:
         super().__init__()
         self.moe = inner if isinstance(inner, MoE) else None
         self.feed_forward = inner if isinstance(inner, FeedForward | ResidualFeedForward) else None
@@ -212,14 +207,7 @@ class TransformerLayer(FeedForwardLayer):
     entered_by: tuple[str, ...] = ()
 
     def __init__(
-        self,
-        dim: int,
-        attention: nn.Module,
-        inner: Sublayer,
-        *,
-        dropout: float,
-        pre_norm: bool,
-        norm: Callable[[int], nn.Module] = Norm,
+        self, dim: int, attention: nn.Module, inner: Sublayer, *, dropout: float, pre_norm: bool, norm: MakeNorm = Norm
     ) -> None:
         super().__init__(dim, inner, dropout=dropout, pre_norm=pre_norm, norm=norm)
         self.attention = attention

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from pointsman.control import undecayed
+from pointsman.control import named_routers, undecayed
 from pointsman.layer import MoE
 from pointsman.routers.frame.registry import has_one_k
 from pointsman.routers.frame.router import Router
@@ -100,14 +100,9 @@ def parameter_table(model: nn.Module) -> ParameterTable:
             count(child, component)
 
     count(model, "other")
-    fixed = {id(buffer): buffer.numel() for router in routers(model) for buffer in fixed_tensors(router)}
+    fixed = {id(buffer): buffer.numel() for _, router in named_routers(model) for buffer in fixed_tensors(router)}
     counts["router_fixed"] = sum(fixed.values())
     return ParameterTable(**counts)
-
-
-def routers(model: nn.Module) -> list[Router]:
-    """The routers of a model, in order."""
-    return [module for module in model.modules() if isinstance(module, Router)]
 
 
 def fixed_tensors(router: Router) -> list[Tensor]:
@@ -183,7 +178,7 @@ def cost_row(config: ModelConfig, top_k: Iterable[int], protocol: Protocol = PAP
     return CostRow(
         config.router,
         parameter_table(model),
-        max((sum(tensor.numel() for tensor in fixed_tensors(router)) for router in routers(model)), default=0),
+        max((sum(map(Tensor.numel, fixed_tensors(router))) for _, router in named_routers(model)), default=0),
         {k: inference_flops(model, k, protocol) for k in ks},
     )
 

@@ -22,12 +22,9 @@ def seed_for(seed: int, name: str) -> int:
 @contextmanager
 def seeded(seed: int, name: str) -> Iterator[None]:
     """Inside, the default generator is seeded by (seed, name); afterwards it is as it was."""
-    state = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(seed_for(seed, name))
-    try:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed_for(seed, name))
         yield
-    finally:
-        torch.default_generator.set_state(state)
 
 
 @torch.no_grad()

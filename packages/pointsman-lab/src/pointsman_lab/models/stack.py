@@ -24,6 +24,7 @@ from pointsman_lab.models.blocks import (
     FeedForward,
     FeedForwardLayer,
     LayerContext,
+    MakeNorm,
     Norm,
     ResidualFeedForward,
     RouterStates,
@@ -64,7 +65,7 @@ class Stack(nn.Module, Generic[Config]):
         *,
         causal: bool,
         pre_norm: bool = True,
-        norm: Callable[[int], nn.Module] = Norm,
+        norm: MakeNorm = Norm,
         layer: Callable[..., nn.Module] = TransformerLayer,
         **experts: Any,
     ) -> None:

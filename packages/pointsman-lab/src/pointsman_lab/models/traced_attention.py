@@ -63,7 +63,7 @@ def traced_attention(
     others = (tensor.to(query.dtype) for tensor in (key_value, positions, content_bias, position_bias))
     rank, count = (ranks.rank, ranks.count) if dropout else (0, 1)
     settings = Settings(scale, dropout, seed, trace, rank, count)
-    output, *each = _RelativeAttention.apply(query, *others, settings, key_mask)  # type: ignore[no-untyped-call]
+    output, *each = _RelativeAttention.apply(settings, key_mask, query, *others)  # type: ignore[no-untyped-call]
     heads = len(query)
     return output, (tuple(each[:heads]), tuple(each[heads : 2 * heads]), tuple(each[2 * heads :])) if trace else None
 
@@ -86,17 +86,9 @@ def _multiply(left: Tensor, right: Tensor | float, out: Tensor) -> None:
 
 class _RelativeAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key_value: Tensor,
-        positions: Tensor,
-        content_bias: Tensor,
-        position_bias: Tensor,
-        settings: Settings,
-        key_mask: Tensor | None,
-    ) -> Heads:
-        inputs = Inputs(query, key_value.contiguous(), positions, content_bias, position_bias)
+    def forward(ctx: Any, settings: Settings, key_mask: Tensor | None, query: Tensor, *others: Tensor) -> Heads:
+        key_value, *rest = others
+        inputs = Inputs(query, key_value.contiguous(), *rest)
         with without_autocast(query.device.type):
             output = _forward(inputs, settings, key_mask)
         ctx.save_for_backward(*inputs, key_mask, output)
@@ -118,7 +110,7 @@ class _RelativeAttention(torch.autograd.Function):
             if own is not None:
                 part, head = divmod(index, len(output))
                 (found.query, *found.key_value.unbind(0))[part][head] += own
-        return *(one.to(output.dtype) for one in found), None, None
+        return None, None, *(one.to(output.dtype) for one in found)
 
 
 def _forward(inputs: Inputs, settings: Settings, key_mask: Tensor | None) -> Tensor:
