@@ -103,9 +103,7 @@ class TrainingLoop:
                 return
             with self.times:
                 due = (state.step + 1) % config.log_every == 0 or state.step + 1 == config.steps
-                with self._diverging():
-                    row = state.train_step(self.monitor, self.stop)
-                self._tell(row, due)
+                self._tell(self._step(), due)
             stopping = self._stopping()  # asked once: what is not saved now is not called saved below
             chooses = config.choose != "last" and self._due(config.validate_every)
             if stopping or chooses or self._due(config.checkpoint_every):
@@ -126,10 +124,9 @@ class TrainingLoop:
         if self.monitor and (rows := self.monitor.rows()):
             self._write(rows)
 
-    @contextmanager
-    def _diverging(self) -> Iterator[None]:
+    def _step(self) -> dict[str, Any]:
         try:
-            yield
+            return self.state.train_step(self.monitor, self.stop)
         except Diverged as error:
             self._wait_for_save()
             kept = f"the last good checkpoint is step-{self.saved}" if self.saved > 0 else "there is no checkpoint yet"

@@ -94,16 +94,14 @@ def restore_optimizer(
 ) -> None:
     """What `optimizer_tensors` gave, back into a fresh optimizer over the same parameters."""
     state: dict[int, dict[str, Tensor]] = {}
-    places = {
-        id(one): place for place, one in enumerate(one for group in optimizer.param_groups for one in group["params"])
-    }
-    order = {name: places[id(parameter)] for name, parameter in parameters.items()}
+    members = [one for group in optimizer.param_groups for one in group["params"]]
+    places = {id(one): place for place, one in enumerate(members)}
     for full_name, tensor in tensors.items():
         key, _, name = full_name.partition(".")
-        if name in order and tensor.dim() != parameters[name].dim() and tensor.numel() == parameters[name].numel() == 1:
-            tensor = tensor if key == "step" else tensor.view(parameters[name].shape)  # [] of one process, [1] of many
-        if name not in order or (tensor.dim() and tensor.shape != parameters[name].shape):
+        own = parameters.get(name)
+        if own is not None and key != "step" and tensor.numel() == own.numel() == 1:
+            tensor = tensor.view(own.shape)  # [] of one process, [1] of many
+        if own is None or (tensor.dim() and tensor.shape != own.shape):
             raise RunError(f"the optimizer's {full_name} {list(tensor.shape)} belongs to another model")
-        state.setdefault(order[name], {})[key] = tensor
-    whole: dict[str, Any] = optimizer.state_dict()
-    optimizer.load_state_dict({"state": state, "param_groups": whole["param_groups"]})
+        state.setdefault(places[id(own)], {})[key] = tensor
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

@@ -15,7 +15,7 @@ from pointsman._errors import RunError
 from pointsman.control import named_routers
 from pointsman_lab.data.download import DataProgress
 from pointsman_lab.models.config import build_model
-from pointsman_lab.runs.checkpoints import Checkpoint, open_checkpoint, whole_checkpoint
+from pointsman_lab.runs.checkpoints import open_checkpoint, whole_checkpoint
 from pointsman_lab.runs.comparison import read_plan, saved_runs
 from pointsman_lab.runs.paths import VOCABULARY, run_path
 from pointsman_lab.training.checkpoint import fitting_model
@@ -101,7 +101,7 @@ def load_run(
         build: of a fine-tuned run (`finetuning.open_run`). finetuning: likewise.
 
     Raises:
-        RunError: it is no run directory, or it has no whole checkpoint.
+        RunError: it is no run directory, it has no whole checkpoint, or its vocabulary is damaged.
         CheckpointError: the checkpoint asked for is damaged or foreign.
     """
     directory = RunDirectory(path)
@@ -111,21 +111,11 @@ def load_run(
         step = directory.chosen_step(config, last.step)
     checkpoint = last if last and step == last.step else open_checkpoint(directory.checkpoints / f"step-{step}")
     model = fitting_model(partial(build, config), config.model.num_layers, checkpoint)
-    vocabulary, data = _vocabulary(directory, checkpoint), checkpoint.state.get("data")
-    model = model.to(torch.device(device)).eval()
-    return Run(directory.path, config, checkpoint.step, model, vocabulary, finetuning, data)
-
-
-def _vocabulary(directory: RunDirectory, checkpoint: Checkpoint) -> Any:
-    """What the token ids of a checkpoint stand for.
-
-    Raises:
-        RunError: vocabulary.json is damaged, also where it holds another vocabulary than the checkpoint's.
-    """
     vocabulary = directory.vocabulary()
     if checkpoint.state.get("vocabulary", vocabulary.digest) != vocabulary.digest:
         raise RunError(f"{directory.path / VOCABULARY} is damaged: it is not the vocabulary of step-{checkpoint.step}")
-    return vocabulary
+    model = model.to(torch.device(device)).eval()
+    return Run(directory.path, config, checkpoint.step, model, vocabulary, finetuning, checkpoint.state.get("data"))
 
 
 def runs_at(path: Path, device: str, note: Callable[[str], None]) -> Iterator[Run]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -44,18 +44,13 @@ class Library:
     def __init__(self, name: str, folder: Path, label: str, settings: Mapping[str, Any]) -> None:
         library = find_library(name)
         key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
-        begin: dict[str, Callable[[], Any]] = {
-            "wandb": lambda: library.init(
-                project=PROJECT, name=label, id=key, resume="allow", dir=str(folder), config=dict(settings),
-                settings=library.Settings(console="off"),
-            ),
-            "trackio": lambda: library.init(
-                project=PROJECT, name=f"{label} ({key})", resume="allow", config=dict(settings), embed=False
-            ),
-        }  # fmt: skip
         try:
             with redirect_stdout(sys.stderr):  # the tables of a command have standard output for themselves
-                self._run = begin[name]()
+                own: dict[str, Any] = {"name": f"{label} ({key})", "embed": False}
+                if name == "wandb":
+                    quiet = library.Settings(console="off")
+                    own = {"name": label, "id": key, "dir": str(folder), "settings": quiet}
+                self._run = library.init(project=PROJECT, resume="allow", config=dict(settings), **own)
         except Exception as error:  # each library has its own types
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise RunError(f"{name} does not begin: {reason}; without --track {name} nothing is sent") from None

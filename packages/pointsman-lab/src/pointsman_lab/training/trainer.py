@@ -96,7 +96,9 @@ def train(
         check_imported([config.model.router], config.model.dim, config.model.num_experts)
         task = one_after_another(ranks, lambda: pretraining_task(config))
     config = task.prepared(config)
-    ranks.agree(_what_ranks_share(config, task, layout, out, resume), "the settings")
+    versions = {f"version of {name}": of for name, of in environment({})["packages"].items()}
+    here = {"layout": str(layout), "out": str(out), "resume": resume, "data": task.fingerprint}
+    ranks.agree({**flat(config.to_dict()), **here, **versions}, "the settings")
     # before anything is written: checks all settings
     check_kernels(config, torch.device(device))
     state = TrainingState(config, task, torch.device(device), ranks=ranks, layout=layout)
@@ -140,12 +142,6 @@ def _check_choice(config: RunConfig, task: Task, ranks: Ranks) -> None:
         )
     if not config.validate_every:
         raise RunError(f"choose={config.choose}: validate_every must be above 0")
-
-
-def _what_ranks_share(config: RunConfig, task: Task, layout: Layout | None, out: Path | str, resume: bool) -> Any:
-    here = {"layout": str(layout), "out": str(out), "resume": resume, "data": task.fingerprint}
-    versions = {f"version of {name}": of for name, of in environment({})["packages"].items()}
-    return {**flat(config.to_dict()), **here, **versions}
 
 
 def _environment(state: TrainingState) -> dict[str, Any]:
