@@ -15,7 +15,7 @@ from pointsman._errors import RunError, Stopped
 from pointsman.routers.frame.registry import parse_spec
 from pointsman_lab._files import alone, parse_json, read_json, write_whole
 from pointsman_lab.exam.cell import VERSION, count, fill, is_whole, read_cell
-from pointsman_lab.exam.scores import TASKS
+from pointsman_lab.exam.scores import TASKS, Cells
 from pointsman_lab.exam.student import ROWS
 from pointsman_lab.exam.task import Task
 from pointsman_lab.progress import Progress, Stop, check_stop
@@ -28,9 +28,6 @@ ALWAYS = ("oracle", "plain", "dense", "hash", "thor")
 """Rows of every exam."""
 SEEDS = 8
 """Of the record, and of the leaderboard's track."""
-
-Cells = Mapping[tuple[str, str], Mapping[str, Any]]
-"""(task, row) -> what `cell.read_cell` gives."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from pointsman_lab.exam.task import Task
 from pointsman_lab.report.cell import Paired
 
 Cells = Mapping[tuple[str, str], Mapping[str, Any]]
+"""(task, row) -> what `cell.read_cell` gives."""
 
 _SEED = re.compile("0|[1-9][0-9]{0,8}")
 

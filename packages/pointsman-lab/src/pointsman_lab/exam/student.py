@@ -20,11 +20,6 @@ ROWS = {
 }
 
 
-def _says(spec: str, option: str) -> bool:
-    parsed = parse_spec(spec)
-    return option in parsed.options or option in parsed.choice_options
-
-
 class Student(nn.Module):
     """below -> layer -> above."""
 
@@ -46,8 +41,9 @@ class Student(nn.Module):
         sizes = {"dim": task.dim, "num_experts": task.experts, "vocab_size": task.vocabulary}
         k = task.top_k  # routers whose k is a cap start at E
         router = build_router(row, top_k=k, **sizes)  # type: ignore[arg-type]
+        said = parse_spec(row)
         # renormalised over one expert the weight is 1, and the router would learn nothing
-        if k == 1 and router.select.renormalize and not _says(row, "renormalize"):
+        if k == 1 and router.select.renormalize and "renormalize" not in (*said.options, *said.choice_options):
             torch.manual_seed(seed + 1)
             router = build_router(row, top_k=k, renormalize=False, **sizes)  # type: ignore[arg-type]
         if task.causal and not router.causal:
