@@ -33,9 +33,16 @@ def write_checkpoint(folder: Path, step: int, files: Files, state: Mapping[str, 
 
 
 def checkpoint_tensors(checkpoint: Checkpoint, name: str, only: Collection[str] | None = None) -> dict[str, Tensor]:
-    """The whole tensors of one file of a checkpoint, on the CPU; shared ones under each of their names."""
+    """The whole tensors of one file of a checkpoint, on the CPU; shared ones under each of their names.
+
+    Raises:
+        CheckpointError: the file, or the folder of parts, cannot be read.
+    """
     if checkpoint.format == FORMAT and only is None:
-        return read_tensors(checkpoint.path / f"{name}.safetensors")
+        file = checkpoint.path / f"{name}.safetensors"
+        with open_tensors(file) as opened:
+            tensors = {one: opened.get_tensor(one) for one in opened.keys()}  # noqa: SIM118
+            return _with_aliases(tensors, _noted(opened), file)
     stored = stored_tensors(checkpoint, name)
     wanted = {one: torch.empty_like(meta, device="cpu") for one, meta in stored.items() if only is None or one in only}
     read_into(checkpoint, name, wanted)
@@ -133,17 +140,6 @@ def open_tensors(file: Path) -> Iterator[Any]:
         raise
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
-
-
-def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Tensors of a safetensors file on the CPU; those stored once for several names come back under each name.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    with open_tensors(file) as opened:
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        return _with_aliases(tensors, _noted(opened), file)
 
 
 def _packed(tensors: Mapping[str, Tensor]) -> bytes:

@@ -247,7 +247,7 @@ def _on_ray(call: Callable[[], None]) -> None:
 class Slurm:
     """Jobs of Slurm, by submitit."""
 
-    def __init__(self, partition: str, device: str, folder: Path, hours: float = 24, cluster: str = "slurm") -> None:
+    def __init__(self, partition: str, device: str, folder: Path, cluster: str = "slurm") -> None:
         import submitit
 
         try:
@@ -255,7 +255,7 @@ class Slurm:
         except RuntimeError as error:
             raise RunError(f"--cluster slurm: {error}") from None
         gpus = {"gpus_per_node": 1} if device == "cuda" else {}
-        self._executor.update_parameters(cpus_per_task=1, timeout_min=int(hours * 60), **gpus)
+        self._executor.update_parameters(cpus_per_task=1, timeout_min=24 * 60, **gpus)
         if partition:
             self._executor.update_parameters(slurm_partition=partition)
         self.address = socket.gethostbyname(socket.gethostname()) if cluster == "slurm" else "127.0.0.1"

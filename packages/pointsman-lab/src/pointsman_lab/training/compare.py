@@ -27,14 +27,7 @@ from pointsman_lab.processes import available_cores, one_after_another
 from pointsman_lab.progress import Progress, Quiet, Stop
 from pointsman_lab.registry import OLDEST, family
 from pointsman_lab.runs.compact import restore
-from pointsman_lab.runs.comparison import (
-    Comparison,
-    read_comparison,
-    read_plan,
-    required_plan,
-    write_node,
-    write_plan,
-)
+from pointsman_lab.runs.comparison import Comparison, read_comparison, read_plan, required_plan, write_node, write_plan
 from pointsman_lab.runs.imports import check_imported, check_origin, import_named, named_before, origin_of
 from pointsman_lab.runs.paths import COMPARISON, EVALUATION, run_path
 from pointsman_lab.training.commands import whole_commands

@@ -74,12 +74,6 @@ def build_adam(
     )
 
 
-def set_learning_rate(optimizer: torch.optim.Adam, rate: float) -> None:
-    """Sets each group's rate: this one times the group's factor."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate * group["lr_scale"]
-
-
 def optimizer_tensors(optimizer: torch.optim.Adam, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Adam's state as tensors: "exp_avg.<parameter>" and so on."""
     return {

@@ -34,7 +34,6 @@ from pointsman_lab.training.optimizer import (
     lr_scales,
     optimizer_tensors,
     restore_optimizer,
-    set_learning_rate,
     trainable,
 )
 from pointsman_lab.training.sharded import restore_sharded, rows_of_all
@@ -126,13 +125,7 @@ class TrainingState:
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        task: Task,
-        device: torch.device,
-        *,
-        ranks: Ranks = ALONE,
-        layout: Layout | None = None,
+        self, config: RunConfig, task: Task, device: torch.device, *, ranks: Ranks = ALONE, layout: Layout | None = None
     ) -> None:
         if ranks.count > 1:
             check_ranks(config, ranks)
@@ -181,7 +174,8 @@ class TrainingState:
         if self.sparse:
             set_top_k(self.model, k)
         rate = learning_rate(config, step)
-        set_learning_rate(self.optimizer, rate)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group["lr_scale"]
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         batches = self._micro_batches()
