@@ -1,4 +1,4 @@
-"""The MoE layers of OLMo-core and torchtitan, trained as their own trainers do it, and what all engines share.
+"""The MoE layers of OLMo-core and torchtitan, trained as their own trainers do it.
 
 With balance "pointsman" our router is in their place (`pointsman.engines`). OLMo's experts, Triton kernels for a GPU,
 are replaced by a loop.
@@ -19,44 +19,7 @@ from pointsman.testing.trainers.case import BIAS_RATE, DIM, Batch, NotApplicable
 from pointsman_lab.checks.layers import HIDDEN, Layer, OfLayers
 
 
-class OfEngine(OfLayers):
-    """A layer with the engine's own router, or with ours in it."""
-
-    def after_step(self, model: Any) -> None:
-        from pointsman.engines.common import step_end
-
-        if any(hasattr(module, "step_end") for module in model.modules()):
-            step_end(model)
-
-    def experts(self, model: Any) -> list[Tensor]:
-        experts = model.layers[0].moe.experts
-        return [parameter for parameter in experts.parameters() if parameter.dim() == 3]
-
-    def own(self, moe: Any) -> Any:
-        """What the engine's layer calls as its router."""
-        return moe.router
-
-    def ours(self, moe: Any) -> Any:
-        """Our router in it; None where it is the engine's own."""
-        return getattr(self.own(moe), "router", None)
-
-    def gate(self, moe: Any) -> nn.Module:
-        return self.ours(moe) or self.own(moe)
-
-    def weight(self, moe: Any) -> Tensor:
-        ours = self.ours(moe)
-        return self.own(moe).weight if ours is None else ours.score.weight
-
-    def biases(self, model: Any) -> list[Tensor]:
-        pairs = [(layer.moe, self.ours(layer.moe)) for layer in model.layers]
-        return [self.bias(moe) if ours is None else ours.select.bias for moe, ours in pairs]
-
-    def bias(self, moe: Any) -> Tensor:
-        """The bias of the engine's own router."""
-        raise NotImplementedError
-
-
-class OlmoCore(OfEngine):
+class OlmoCore(OfLayers):
     """OLMo-core's `MoE`; losses are divided by the tokens of the whole step, as its train module does."""
 
     name = "olmo_core"
@@ -82,10 +45,8 @@ class OlmoCore(OfEngine):
         return Layer(layer, lambda moe, hidden, real: moe(hidden, loss_div_factor=self.divisor))
 
     def backward(self, model: Any, batches: Sequence[Batch], setting: Setting) -> None:
-        labels = torch.stack([(one["labels"][:, 1:] != -100).sum() for one in batches]).sum()
         self.divisor = torch.tensor(float(sum(one["labels"].numel() for one in batches)))
-        for one in batches:
-            (model(**one).total / labels).backward()
+        super().backward(model, batches, setting)
         for layer in model.module.layers if hasattr(model, "module") else model.layers:
             layer.moe.post_batch()
 
@@ -111,7 +72,7 @@ class LoopOfExperts(nn.Module):
         return output
 
 
-class Torchtitan(OfEngine):
+class Torchtitan(OfLayers):
     """torchtitan's `MoE`; its bias moves before the optimizer step, in its own hook."""
 
     name = "torchtitan"
@@ -143,19 +104,14 @@ class Torchtitan(OfEngine):
 
         if setting.balance == "pointsman":
             set_loss_scale(model, 1 / len(batches))
-        labels = torch.stack([(one["labels"][:, 1:] != -100).sum() for one in batches]).sum()
-        for one in batches:
-            (model(**one).total / labels).backward()
+        super().backward(model, batches, setting)
 
     def before_step(self, model: Any) -> None:
         from torchtitan.components.optimizer import register_moe_load_balancing_hook
 
-        blocks = {
-            str(place): mock.Mock(moe_enabled=True, moe=layer.moe, checkpoint_impl=None)
-            for place, layer in enumerate(model.layers)
-        }
+        blocks = [mock.Mock(moe_enabled=True, moe=layer.moe, checkpoint_impl=None) for layer in model.layers]
         part = mock.Mock()
-        part.get_submodule.return_value = Blocks(blocks)
+        part.get_submodule.return_value = Blocks({str(place): block for place, block in enumerate(blocks)})
         ranks = mock.Mock(ep_enabled=False, tp=1)
         ranks.get_optional_mesh.return_value = None
         optimizers = mock.Mock()

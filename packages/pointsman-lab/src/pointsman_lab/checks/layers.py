@@ -17,16 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pointsman.testing.trainers.case import (
-    BIAS_RATE,
-    DIM,
-    RATE,
-    VOCABULARY,
-    Batch,
-    NotApplicable,
-    Setting,
-    Trainer,
-)
+from pointsman.testing.trainers.case import BIAS_RATE, DIM, RATE, VOCABULARY, Batch, Setting, Trainer
 from pointsman.testing.trainers.own import prepared
 
 HIDDEN = 24
@@ -85,29 +76,57 @@ class Layer(nn.Module):
 
 
 class OfLayers(Trainer):
-    """A trainer of `Tiny` with layers of its own; a subclass an engine."""
+    """A trainer of `Tiny` with layers of an engine, with the engine's own router or ours in them; a subclass each."""
 
     starts_group = True
 
     def layer(self, setting: Setting, place: int) -> Layer:
         raise NotImplementedError
 
-    def backward(self, model: nn.Module, batches: Sequence[Batch], setting: Setting) -> None:
-        """All micro-batches of a step, forward and backward."""
-        raise NotImplementedError
+    def labels(self, batches: Sequence[Batch]) -> Tensor:
+        return torch.stack([(one["labels"][:, 1:] != IGNORED).sum() for one in batches]).sum()
+
+    def backward(self, model: Any, batches: Sequence[Batch], setting: Setting) -> None:
+        """All micro-batches of a step, forward and backward, divided by the labels of the whole step."""
+        labels = self.labels(batches)
+        for one in batches:
+            (model(**one).total / labels).backward()
 
     def before_step(self, model: Any) -> None:
         """What the engine does after the backward passes and before the optimizer step."""
 
     def after_step(self, model: Any) -> None:
         """What the engine does after the optimizer step."""
+        from pointsman.engines.common import step_end
 
-    def weight(self, moe: Any) -> Tensor:
-        """The weight of the gate."""
-        raise NotImplementedError
+        if any(hasattr(module, "step_end") for module in model.modules()):
+            step_end(model)
+
+    def experts(self, model: Any) -> list[Tensor]:
+        return [parameter for parameter in model.layers[0].moe.experts.parameters() if parameter.dim() == 3]
+
+    def own(self, moe: Any) -> Any:
+        """What the engine's layer calls as its router."""
+        return moe.router
+
+    def ours(self, moe: Any) -> Any:
+        """Our router in it; None where it is the engine's own."""
+        return getattr(self.own(moe), "router", None)
 
     def gate(self, moe: Any) -> nn.Module:
+        return self.ours(moe) or self.own(moe)
+
+    def weight(self, moe: Any) -> Tensor:
+        ours = self.ours(moe)
+        return self.own(moe).weight if ours is None else ours.score.weight
+
+    def bias(self, moe: Any) -> Tensor:
+        """The bias of the engine's own router."""
         raise NotImplementedError
+
+    def biases(self, model: Any) -> list[Tensor]:
+        pairs = [(layer.moe, self.ours(layer.moe)) for layer in model.layers]
+        return [self.bias(moe) if ours is None else ours.select.bias for moe, ours in pairs]
 
     def patched(self) -> Any:
         """What lets the engine's code run on a CPU."""
@@ -174,26 +193,5 @@ class Pointsman(OfLayers):
         for one in batches:
             (add_losses(model(**one).loss, model) / len(batches)).backward()  # type: ignore[no-untyped-call]
 
-    def after_step(self, model: Any) -> None:
-        from pointsman.engines.common import step_end
-
-        step_end(model)
-
-    def gate(self, moe: Any) -> nn.Module:
+    def ours(self, moe: Any) -> Any:
         return moe.router
-
-    def weight(self, moe: Any) -> Tensor:
-        return moe.router.score.weight
-
-    def experts(self, model: Any) -> list[Tensor]:
-        return [model.layers[0].moe.experts.w_in, model.layers[0].moe.experts.w_out]
-
-    def biases(self, model: Any) -> list[Tensor]:
-        return [_bias(layer.moe.router) for layer in model.layers]
-
-
-def _bias(router: Any) -> Tensor:
-    found = getattr(router.select, "bias", None)
-    if not isinstance(found, Tensor):
-        raise NotApplicable("its router has no bias that balances")
-    return found

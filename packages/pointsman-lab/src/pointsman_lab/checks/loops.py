@@ -33,31 +33,15 @@ class Loop(OwnStep):
         super().__init__(loop)
 
 
-class Rows(torch.utils.data.Dataset[Batch]):
+def examples_of(steps: Sequence[Sequence[Batch]]) -> list[Batch]:
     """Every row of these micro-batches as an example."""
-
-    def __init__(self, steps: Sequence[Sequence[Batch]]) -> None:
-        parts = [one for batches in steps for one in batches]
-        self.rows = [
-            {name: value[place] for name, value in one.items()}
-            for one in parts
-            for _ in range(world())  # each rank has the rows of its own
-            for place in range(len(one["input_ids"]))
-        ]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, place: int) -> Batch:
-        return self.rows[place]
-
-
-def quiet(trainer: Any) -> Any:
-    """A trainer of transformers that prints nothing."""
-    from transformers import PrinterCallback
-
-    trainer.remove_callback(PrinterCallback)
-    return trainer
+    return [
+        {name: value[place] for name, value in one.items()}
+        for batches in steps
+        for one in batches
+        for _ in range(world())  # each rank has the rows of its own
+        for place in range(len(one["input_ids"]))
+    ]
 
 
 def stacked(examples: Sequence[Batch]) -> Batch:
@@ -84,27 +68,26 @@ class TransformersTrainer(OfTransformers):
     def trainer(
         self, model: nn.Module, steps: Sequence[Sequence[Batch]], setting: Setting, folder: str, **changes: Any
     ) -> Any:
+        """Reads the examples in their order, and prints nothing."""
+        from transformers import PrinterCallback
+
+        stock, arguments, data = self.parts(examples_of(steps), setting)
+        in_order = {"_get_train_sampler": lambda self, *_: torch.utils.data.SequentialSampler(self.train_dataset)}
+        optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], RATE, momentum=0.9)
+        constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        made = type(stock.__name__, (stock,), in_order)(
+            model, arguments(**{**self.arguments(steps, setting, folder), **changes}),
+            optimizers=(optimizer, constant), **data,
+        )  # fmt: skip
+        made.remove_callback(PrinterCallback)
+        return made
+
+    def parts(self, rows: list[Batch], setting: Setting) -> tuple[Any, Any, dict[str, Any]]:
+        """The trainer's class, that of its arguments, and what it is given of the data."""
         from transformers import Trainer as Stock
         from transformers import TrainingArguments
 
-        return quiet(
-            self.ordered(Stock)(
-                model,
-                TrainingArguments(**{**self.arguments(steps, setting, folder), **changes}),
-                train_dataset=Rows(steps),
-                data_collator=stacked,
-                optimizers=self.optimizers(model),
-            )
-        )
-
-    def optimizers(self, model: nn.Module) -> tuple[Any, Any]:
-        optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], RATE, momentum=0.9)
-        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-
-    def ordered(self, stock: Any) -> Any:
-        """The class, which reads the examples in their order."""
-        order = {"_get_train_sampler": lambda self, *_: torch.utils.data.SequentialSampler(self.train_dataset)}
-        return type(stock.__name__, (stock,), order)
+        return Stock, TrainingArguments, {"train_dataset": rows, "data_collator": stacked}
 
     def train(self, model: nn.Module, steps: Sequence[Sequence[Batch]], setting: Setting) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -112,7 +95,7 @@ class TransformersTrainer(OfTransformers):
 
     def evaluate(self, model: nn.Module, batches: Sequence[Batch], setting: Setting) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            self.trainer(model, [batches], setting, folder).evaluate(Rows([batches]))
+            self.trainer(model, [batches], setting, folder).evaluate(examples_of([batches]))
         model.train()
 
     def interrupted(

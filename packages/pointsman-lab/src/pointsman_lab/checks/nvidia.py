@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -18,11 +18,10 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from pointsman.testing.trainers.case import BIAS_RATE, DIM, Batch, NotApplicable, Setting, world
-from pointsman_lab.checks.engines import OfEngine
-from pointsman_lab.checks.layers import HIDDEN, Layer
+from pointsman_lab.checks.layers import HIDDEN, Layer, OfLayers
 
 
-class Megatron(OfEngine):
+class Megatron(OfLayers):
     """Megatron-core's `MoELayer`; the loss and its scale are made by `forward_step_calc_loss` of its schedules.
 
     Attributes:
@@ -40,14 +39,13 @@ class Megatron(OfEngine):
     @contextmanager
     def patched(self) -> Iterator[None]:
         router = importlib.import_module("megatron.core.transformer.moe.router")
-        with ExitStack() as stack:
-            stack.enter_context(super().patched())
-            stack.enter_context(  # its product is Transformer Engine's, for a GPU only
-                mock.patch.object(
-                    router, "router_gating_linear", lambda x, weight, bias, dtype: x.to(dtype) @ weight.to(dtype).T
-                )
-            )
-            stack.enter_context(mock.patch.object(router, "save_to_aux_losses_tracker"))  # a log on a GPU
+        product = "router_gating_linear"  # Transformer Engine's, for a GPU only
+        log = "save_to_aux_losses_tracker"  # on a GPU
+        with (
+            super().patched(),
+            mock.patch.object(router, product, lambda x, weight, bias, dtype: x.to(dtype) @ weight.to(dtype).T),
+            mock.patch.object(router, log),
+        ):
             yield
 
     def read(self, hidden: Tensor) -> Tensor:
@@ -71,7 +69,9 @@ class Megatron(OfEngine):
         from pointsman.engines.megatron import router
 
         self.asked_ours = setting.balance == "pointsman"
-        start_group()
+        if not dist.is_initialized():  # a process group of one
+            alone = {} if "RANK" in os.environ else {"rank": 0, "world_size": 1, "store": HashStore()}
+            dist.init_process_group("gloo", **alone)  # type: ignore[arg-type]
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel(context_parallel_size=self.shared)
         own: dict[str, Any] = {"moe_router_load_balancing_type": "none"}
@@ -132,10 +132,7 @@ class Megatron(OfEngine):
 
     def experts(self, model: Any) -> list[Tensor]:
         local = model.layers[0].moe.experts.local_experts
-        return [
-            torch.stack([one.linear_fc1.weight for one in local]),
-            torch.stack([one.linear_fc2.weight for one in local]),
-        ]
+        return [torch.stack([getattr(one, name).weight for one in local]) for name in ("linear_fc1", "linear_fc2")]
 
 
 class MegatronGlobal(Megatron):
@@ -155,14 +152,7 @@ class MegatronPerToken(Megatron):
     context = per_token = True
 
 
-def start_group() -> None:
-    """A process group of one, where there is none."""
-    if not dist.is_initialized():
-        alone = {} if "RANK" in os.environ else {"rank": 0, "world_size": 1, "store": HashStore()}
-        dist.init_process_group("gloo", **alone)  # type: ignore[arg-type]
-
-
-class Nemo(OfEngine):
+class Nemo(OfLayers):
     """NeMo Automodel's `MoE`; the losses' scale is set as its recipes do, once a step."""
 
     name = "nemo"
@@ -181,8 +171,8 @@ class Nemo(OfEngine):
             n_routed_experts=setting.experts, n_shared_experts=0, n_activated_experts=setting.k, n_expert_groups=1,
             n_limited_groups=1, train_gate=True, gate_bias_update_factor=BIAS_RATE if own and setting.bias else 0.0,
             aux_loss_coeff=setting.coefficient if own else 0.0, route_scale=1.0, dim=DIM, inter_dim=HIDDEN,
-            moe_inter_dim=HIDDEN, dtype=torch.float32, score_func=self.scores(setting), norm_topk_prob=True,
-            softmax_before_topk=True,
+            moe_inter_dim=HIDDEN, dtype=torch.float32, norm_topk_prob=True, softmax_before_topk=True,
+            score_func="sigmoid" if self.sigmoid or setting.bias else "softmax",
         )  # fmt: skip
         backend = BackendConfig(linear="torch", rms_norm="torch", attn="sdpa", dispatcher="torch", experts="torch")
         layer = MoE(config, backend)
@@ -192,19 +182,15 @@ class Nemo(OfEngine):
             layer.cp_mesh = init_device_mesh("cpu", (world(),))
         return Layer(layer, lambda moe, hidden, real: moe(hidden, padding_mask=~real))
 
-    def scores(self, setting: Setting) -> str:
-        return "sigmoid" if setting.bias else "softmax"
-
     def backward(self, model: Any, batches: Sequence[Batch], setting: Setting) -> None:
         from nemo_automodel.components.moe.megatron.moe_utils import MoEAuxLossAutoScaler
         from nemo_automodel.recipes.base_recipe import BaseRecipe
 
         recipe = mock.Mock(pp_enabled=False)
         recipe._get_cp_group_size.return_value = world() if self.context else 1
-        labels = torch.stack([(one["labels"][:, 1:] != -100).sum() for one in batches]).sum()
-        BaseRecipe._set_moe_aux_loss_backward_scale(recipe, num_batches=len(batches), num_label_tokens=int(labels))
-        for one in batches:
-            (model(**one).total / labels).backward()
+        labels = int(self.labels(batches))
+        BaseRecipe._set_moe_aux_loss_backward_scale(recipe, num_batches=len(batches), num_label_tokens=labels)
+        super().backward(model, batches, setting)
         assert MoEAuxLossAutoScaler.main_loss_backward_scale is not None
 
     def after_step(self, model: Any) -> None:
@@ -225,9 +211,6 @@ class NemoSigmoid(Nemo):
 
     name = "nemo-sigmoid"
     sigmoid = True
-
-    def scores(self, setting: Setting) -> str:
-        return "sigmoid"
 
     def spec(self, setting: Setting) -> str:
         raise NotApplicable("the balance losses of our routers are of the softmax, whatever the gate")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from pointsman.testing.trainers.case import RATE, VOCABULARY, Batch, NotApplicable, Setting, world
 from pointsman.testing.trainers.own import OfTransformers
-from pointsman_lab.checks.loops import Rows, TransformersTrainer, quiet, stacked
+from pointsman_lab.checks.loops import TransformersTrainer, stacked
 
 
 class Trl(TransformersTrainer):
@@ -21,9 +22,7 @@ class Trl(TransformersTrainer):
     name = "trl"
     packages = ("trl", "transformers", "accelerate", "torch")
 
-    def trainer(
-        self, model: nn.Module, steps: Sequence[Sequence[Batch]], setting: Setting, folder: str, **changes: Any
-    ) -> Any:
+    def parts(self, rows: list[Batch], setting: Setting) -> tuple[Any, Any, dict[str, Any]]:
         from datasets import Dataset
         from tokenizers import Tokenizer, models
         from transformers import PreTrainedTokenizerFast
@@ -33,24 +32,13 @@ class Trl(TransformersTrainer):
         tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
             tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), pad_token="w1", eos_token="w2"
         )
-        settings = {**self.arguments(steps, setting, folder), **changes}
-        rows = Rows(steps)
-        return quiet(
-            self.ordered(SFTTrainer)(
-                model,
-                SFTConfig(
-                    **settings, router_aux_loss_coef=setting.coefficient, dataset_kwargs={"skip_prepare_dataset": True}
-                ),
-                train_dataset=Dataset.from_list(
-                    [{name: value.tolist() for name, value in rows[place].items()} for place in range(len(rows))]
-                ),
-                data_collator=lambda examples: stacked(
-                    [{k: torch.tensor(v) for k, v in one.items()} for one in examples]
-                ),
-                processing_class=tokenizer,
-                optimizers=self.optimizers(model),
-            )
-        )
+        data = {
+            "train_dataset": Dataset.from_list([{name: one.tolist() for name, one in row.items()} for row in rows]),
+            "data_collator": lambda some: stacked([{k: torch.tensor(v) for k, v in one.items()} for one in some]),
+            "processing_class": tokenizer,
+        }
+        own = {"router_aux_loss_coef": setting.coefficient, "dataset_kwargs": {"skip_prepare_dataset": True}}
+        return SFTTrainer, partial(SFTConfig, **own), data
 
 
 class Peft(TransformersTrainer):
@@ -82,9 +70,7 @@ class Peft(TransformersTrainer):
         experts = self.layers(model)[0].mlp.experts
         found = []
         while hasattr(experts, "base_layer"):
-            name = experts.parameter_name
             found.append(experts.get_param().detach() + experts.get_delta_weight("default").detach())
-            assert name
             experts = experts.base_layer
         return found
 
@@ -125,17 +111,16 @@ class Lightning(OfTransformers):
             ready: Any = model
             ready.gradient_checkpointing_enable({"use_reentrant": False})
         batches = [one for step in steps for one in step]
-        two: dict[str, Any] = {
-            "strategy": DDPStrategy(process_group_backend="gloo", cluster_environment=LightningEnvironment()),
-            "devices": world(),
-        }
         settings: dict[str, Any] = {
             "accelerator": "cpu", "max_steps": len(steps), "accumulate_grad_batches": len(steps[0]), "logger": False,
             "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
             "gradient_clip_val": setting.max_norm, "precision": "bf16-mixed" if setting.bf16 else "32-true",
             "use_distributed_sampler": False, "num_sanity_val_steps": 0,
         }  # fmt: skip
-        trainer = Stock(**{**settings, **(two if world() > 1 else {"devices": 1}), **changes})
+        if world() > 1:
+            gloo = DDPStrategy(process_group_backend="gloo", cluster_environment=LightningEnvironment())
+            settings["strategy"] = gloo
+        trainer = Stock(devices=world(), **{**settings, **changes})
         return trainer, Module(), DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
     def train(self, model: nn.Module, steps: Sequence[Sequence[Batch]], setting: Setting) -> None:
@@ -168,8 +153,7 @@ class DeepSpeed(OfTransformers):
     def engine(self, model: Any, batches: Sequence[Batch], setting: Setting) -> Any:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         usual = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
-        for name, value in usual.items():
-            os.environ.setdefault(name, value)
+        os.environ |= {**usual, **os.environ}
         import deepspeed
 
         if setting.checkpointing:
