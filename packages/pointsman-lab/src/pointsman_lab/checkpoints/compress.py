@@ -67,22 +67,14 @@ class Compression:
 
     def markdown(self) -> str:
         """A summary."""
+        change = partial(spread, sign=True)
         rows = [
-            [
-                str(row["top_k"]),
-                f"{row['original']:.4f}",
-                f"{row['compressed']:.4f}",
-                spread(row["difference"], sign=True),
-            ]
+            [str(row["top_k"]), f"{row['original']:.4f}", f"{row['compressed']:.4f}", change(row["difference"])]
             for row in self.quality
         ]
-        names = ["all", *self.domains] if len(self.domains) > 1 else ["all"]
-        parts = [{"difference": self.quality[-1]["difference"], "random": self.random["difference"]}]
-        parts += list(self.domains.values())
-        of = [
-            [name, spread(one["difference"], sign=True), spread(one["random"], sign=True)]
-            for name, one in zip(names, parts, strict=False)
-        ]
+        parts = [("all", {"difference": self.quality[-1]["difference"], "random": self.random["difference"]})]
+        parts += self.domains.items() if len(self.domains) > 1 else ()
+        of = [[name, change(one["difference"]), change(one["random"])] for name, one in parts]
         before, after = (self.serving[name]["memory"]["bfloat16"] / 2**20 for name in ("before", "after"))
         stays = sum(one["stays"] for one in self.routing.values()) / len(self.routing)
         costs = [
@@ -103,7 +95,7 @@ class Compression:
         if self.even is not None:
             numbers = ", ".join(str(len(groups)) for groups in self.kept.values())
             lines += [f"Experts by layer: {numbers}. Loss against {self.experts} in every layer: "
-                      f"{spread(self.even, sign=True)}. "
+                      f"{change(self.even)}. "
                       "Load the folder with trust_remote_code=True: its uneven.py makes layers of several sizes.",
                       ""]  # fmt: skip
         lines += [
@@ -209,14 +201,15 @@ def compress(
         losses, chance = at_random(model, gates, groups, held_out, random, seed, healed)
         domains = {}
         for name in (kinds := dict.fromkeys(names)):
-            of_all, of_rows, of_chance = (_of(name, names, one) for one in (bases[own], rows, chance))
+            places = [place for place, its in enumerate(names) if its == name]
+            before, after, at_chance = ([one[place] for place in places] for one in (bases[own], rows, chance))
             domains[name] = {
-                "difference": paired(of_rows, of_all, len(kinds)), "random": paired(of_rows, of_chance, len(kinds))
+                "difference": paired(after, before, len(kinds)), "random": paired(after, at_chance, len(kinds))
             }  # fmt: skip
-        (before, first), (after, last) = (served(one, held_out, own) for one in (model, smaller))
+        (loads, first), (new_loads, last) = (served(one, held_out, own) for one in (model, smaller))
     routing = {}
     for gate in gates:
-        share, load = (of[gate.layer]["load"] for of in (before, after))
+        share, load = (of[gate.layer]["load"] for of in (loads, new_loads))
         stays = sum(share["share"][one] for group in groups[gate.layer] for one in group)
         routing[gate.layer] = {"stays": stays, "effective": load["effective"], "dead": load["dead"]}
     protocol = {
@@ -242,7 +235,3 @@ def _read(
     if len(names) < 2:
         raise ValueError("compress: the text has fewer than two rows: one calibrates, one verifies")
     return batches, names
-
-
-def _of(name: str, names: Sequence[str], rows: Rows) -> Rows:
-    return [row for row, its in zip(rows, names, strict=True) if its == name]

@@ -104,9 +104,9 @@ def cut(
             share = None if weights is None else weights[gate.layer]
             state[name] = _merged(state[name], groups, share) if merged else state[name][first.to(state[name].device)]
         bias = correction_bias(gate)
-        for name in [one for one in state if one.startswith(f"{names[id(gate.module)]}.")] + (
-            [] if bias is None or id(bias) not in tensors else [tensors[id(bias)]]
-        ):
+        scored = [one for one in state if one.startswith(f"{names[id(gate.module)]}.")]
+        scored += [tensors[id(bias)]] if id(bias) in tensors else []
+        for name in scored:
             at = state[name].shape.index(number) if number in state[name].shape[:2] else None
             if at is not None and (at == 0 or state[name].shape[0] == 1):
                 state[name] = state[name].index_select(at, first.to(state[name].device))
@@ -143,7 +143,7 @@ def _align(experts: Any, home: str, state: dict[str, Tensor], groups: Sequence[S
     """Permutes the hidden units of each merged expert to the largest sum of products of weights, as M-SMoE does."""
     from scipy.optimize import linear_sum_assignment
 
-    first, gated = ("gate_up_proj" if experts.has_gate else "up_proj"), experts.has_gate
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
     units = []
     for name in (first, f"{first}_bias", "down_proj"):
         if (place := f"{home}.{name}") not in state:
@@ -153,13 +153,9 @@ def _align(experts: Any, home: str, state: dict[str, Tensor], groups: Sequence[S
             units.append(tensor if experts.is_transposed else tensor.transpose(1, 2))
             continue
         rows = tensor.transpose(1, 2) if experts.is_transposed and tensor.dim() == 3 else tensor
-        if gated:
-            size = rows.shape[1] // 2
-            rows = (
-                rows.view(len(rows), 2, size, *rows.shape[2:]).transpose(1, 2)
-                if experts.is_concatenated
-                else rows.view(len(rows), size, 2, *rows.shape[2:])
-            )
+        if experts.has_gate:
+            rows = torch.unflatten(rows, 1, (2, -1) if experts.is_concatenated else (-1, 2))
+            rows = rows.transpose(1, 2) if experts.is_concatenated else rows
         units.append(rows)
     for head, one in ((group[0], one) for group in groups for one in group[1:]):
         alike = torch.stack([of[head].flatten(1).double() @ of[one].flatten(1).double().T for of in units]).sum(0)

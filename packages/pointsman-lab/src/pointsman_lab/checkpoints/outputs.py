@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -57,14 +57,11 @@ def expert_sums(gates: Sequence[Gate], everywhere: bool = False) -> Iterator[Obs
         everywhere: also each expert's output on all tokens, which costs E / k times the experts' work.
     """
     found = Observed([gate.layer for gate in gates])
-    handles = [
-        gate.experts.register_forward_pre_hook(_hook(gate, found, everywhere), with_kwargs=True) for gate in gates
-    ]
-    try:
+    with ExitStack() as inside:
+        for gate in gates:
+            hook = _hook(gate, found, everywhere)
+            inside.enter_context(gate.experts.register_forward_pre_hook(hook, with_kwargs=True))
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _hook(gate: Gate, found: Observed, everywhere: bool) -> Any:
@@ -103,8 +100,5 @@ def without_expert(gate: Gate, expert: int) -> Iterator[None]:
         given[2] = given[2].reshape(given[1].shape).masked_fill(given[1] == expert, 0.0)
         return tuple(given), {}
 
-    handle = gate.experts.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
+    with gate.experts.register_forward_pre_hook(hook, with_kwargs=True):
         yield
-    finally:
-        handle.remove()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,19 +45,15 @@ def text_batches(
     """
     padding = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     rows: list[tuple[list[int], list[int]]] = []
-    left = max_tokens
-    for text in texts:
-        for ids, kinds in _rows(tokenizer, text, length):
-            if left is not None:
-                ids, kinds = ids[:left], kinds[:left]
-                left -= len(ids)
-            if ids:
-                rows.append((ids, kinds))
-            if len(rows) == batch_size or (left == 0 and rows):
-                yield _batch(rows, padding)
-                rows = []
-            if left == 0:
-                return
+    left = sys.maxsize if max_tokens is None else max_tokens
+    for ids, kinds in chain.from_iterable(_rows(tokenizer, text, length) for text in texts):
+        rows.append((ids[:left], kinds[:left]))
+        left -= len(rows[-1][0])
+        if len(rows) == batch_size:
+            yield _batch(rows, padding)
+            rows = []
+        if left == 0:
+            break
     if rows:
         yield _batch(rows, padding)
 
@@ -116,13 +114,10 @@ def _begin(tokenizer: Any, messages: Conversation, number: int, written: str) ->
 
     A search from this position does not find a short content inside the template's own text.
     """
-    content: Any = MARK
-    if isinstance(messages[number].get("content"), list):
-        content = [{"type": "text", "text": MARK}]
+    in_parts = isinstance(messages[number].get("content"), list)
+    marked = {**messages[number], "content": [{"type": "text", "text": MARK}] if in_parts else MARK}
     try:
-        shown = tokenizer.apply_chat_template(
-            [*messages[:number], {**messages[number], "content": content}], tokenize=False
-        )
+        shown = tokenizer.apply_chat_template([*messages[:number], marked], tokenize=False)
     except Exception:  # a template that requires a complete conversation
         return 0
     at = int(shown.find(MARK))

@@ -88,14 +88,11 @@ class Blocks:
     def begin(self, batch: TextBatch, domain: str) -> None:
         """A block for each row of the batch."""
         if len(self.all) >= MOST:
-            self.all = self._halved()
+            of = [self.of(name) for name in self.domains]
+            pairs = [blocks[place : place + 2] for blocks in of for place in range(0, len(blocks), 2)]
+            self.all = [pair[0].joined(pair[1]) if len(pair) > 1 else pair[0] for pair in pairs]
         self.first = len(self.all)
         self.all += [Block(domain, read=int((row == TEXT).sum())) for row in batch.kinds]
-
-    def _halved(self) -> list[Block]:
-        of = {name: [block for block in self.all if block.domain == name] for name in self.domains}
-        pairs = [blocks[place : place + 2] for blocks in of.values() for place in range(0, len(blocks), 2)]
-        return [pair[0].joined(pair[1]) if len(pair) > 1 else pair[0] for pair in pairs]
 
     def add_losses(self, k: Key, rows: Sequence[Parts] | None) -> None:
         for block, parts in zip(self.all[self.first :], rows or (), strict=rows is not None):

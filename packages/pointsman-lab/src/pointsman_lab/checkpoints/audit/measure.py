@@ -109,16 +109,10 @@ def audit(
         if not read:
             raise ValueError("audit: there is no text to read")
     protocol = {
-        "length": length,
-        "batch_size": batch_size,
-        "max_tokens": max_tokens,
-        "probe_tokens": probe_tokens,
-        "answer_tokens": answer_tokens,
-        "tokenizer": type(tokenizer).__name__,
-        "vocabulary": int(getattr(getattr(model, "config", None), "vocab_size", 0) or 0),
-        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-        "device": device_of(model).type,
-    }
+        "length": length, "batch_size": batch_size, "max_tokens": max_tokens, "probe_tokens": probe_tokens,
+        "answer_tokens": answer_tokens, "tokenizer": type(tokenizer).__name__, "vocabulary": _vocabulary(model),
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."), "device": device_of(model).type,
+    }  # fmt: skip
     result = run.result(protocol, notes, sample, routers_of(model))
     with evaluating(model):
         found = {"typical": typical(result.layers, tokenizer)}
@@ -130,16 +124,13 @@ def audit(
 
 def _matching(listener: GateListener, against: nn.Module) -> GateListener:
     """The gates of `against`; ValueError unless its class, gates and numbers of experts equal the model's."""
+
+    def facts(of: GateListener) -> list[str]:
+        numbers = sorted({layer.num_experts for layer in of.layers.values()})
+        return [type(of.model).__name__, f"{len(of.gates)} gates", f"{numbers} experts"]
+
     other = GateListener(against, "audit")
-    here, there = (
-        [
-            type(one.model).__name__,
-            f"{len(one.gates)} gates",
-            f"{sorted({layer.num_experts for layer in one.layers.values()})} experts",
-        ]
-        for one in (listener, other)
-    )
-    for mine, its in zip(here, there, strict=True):
+    for mine, its in zip(facts(listener), facts(other), strict=True):
         if mine != its:
             raise ValueError(
                 f"audit: the model: {mine}, the one to compare with: {its}; both must be checkpoints of the same model"
@@ -194,11 +185,15 @@ def small_diagnostics(model: nn.Module, listener: GateListener, notes: list[str]
     kinds = ["entropy", "margin", "load", "co_activation"]
     dim = max((gate.dim for gate in gates), default=0)
     experts = max((gate.num_experts for gate in gates), default=0)
-    vocabulary = min(int(getattr(getattr(model, "config", None), "vocab_size", 0) or 0), 1 << 16)
-    states = {"collapse": 8 * dim * (dim + experts), "specialisation": 4 * vocabulary * experts}
-    for kind, size in states.items():
-        if size * len(listener.gates) <= MAX_BYTES:
+    states = {"collapse": 8 * dim * (dim + experts), "specialisation": 4 * min(_vocabulary(model), 1 << 16) * experts}
+    for kind, of_one in states.items():
+        if (size := of_one * len(listener.gates)) <= MAX_BYTES:
             kinds.append(kind)
         else:
-            notes.append(f"{kind} left out: it needs {size * len(listener.gates) / 2**30:.1f} GiB for this model")
+            notes.append(f"{kind} left out: it needs {size / 2**30:.1f} GiB for this model")
     return Diagnostics(*kinds)
+
+
+def _vocabulary(model: nn.Module) -> int:
+    """Tokens that the model knows; 0 where its configuration does not say."""
+    return int(getattr(getattr(model, "config", None), "vocab_size", 0) or 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -35,14 +35,12 @@ class Precisions:
         Args:
             mask: [B * T] bool, the tokens that count.
         """
-        gates = {name: one for name, one in self.listener.gates.items() if not hasattr(one, "pointsman")}
-        hooks = {name: partial(self._hook, name, mask) for name in gates}
-        handles = [gate.register_forward_hook(hooks[name], with_kwargs=True) for name, gate in gates.items()]
-        try:
+        with ExitStack() as inside:
+            for name, gate in self.listener.gates.items():
+                if not hasattr(gate, "pointsman"):
+                    hook = partial(self._hook, name, mask)
+                    inside.enter_context(gate.register_forward_hook(hook, with_kwargs=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @torch.no_grad()
     def _hook(

@@ -89,11 +89,9 @@ class AuditResult:
         """layer -> experts with more than three times the load under uniform routing."""
         found = {}
         for name, layer in self.layers.items():
-            share = layer["load"]["share"]
-            over = [expert for expert, part in enumerate(share) if part and part * layer["num_experts"] > HOT]
-            if over:
-                found[name] = over
-        return found
+            loads = [(part or 0.0) * layer["num_experts"] for part in layer["load"]["share"]]
+            found[name] = [expert for expert, load in enumerate(loads) if load > HOT]
+        return {name: experts for name, experts in found.items() if experts}
 
     def findings(self) -> list[str]:
         """The main results, one sentence each."""
@@ -107,9 +105,8 @@ class AuditResult:
             said.append(
                 f"k = {cheapest} costs at most {TOLERANCE:.0%} of the loss at k = {self.top_k}, interval included."
             )
-        lower = [row for row in self.quality if (row["difference"] or {}).get("half") is not None]
-        lower = [row for row in lower if row["difference"]["mean"] + row["difference"]["half"] < 0]
-        if lower and (best := min(lower, key=lambda row: row["loss"])):
+        if lower := [row for row in self.quality if (most := _most(row)) is not None and most < 0]:
+            best = min(lower, key=lambda row: row["loss"])
             gain = best["difference"]
             said.append(
                 f"The loss at k = {best['top_k']} is lower than at k = {self.top_k} by {-gain['mean']:.4f} ± "
@@ -174,9 +171,7 @@ class AuditResult:
                 count = sum(len(experts) for experts in found.values())
                 layer, experts = next(iter(found.items()))
                 shown = ", ".join(map(str, experts[:5])) + (", …" if len(experts) > 5 else "")
-                several = (
-                    f"{count} expert{'' if count == 1 else 's'} in {len(found)} layer{'' if len(found) == 1 else 's'}"
-                )
+                several = f"{_counted(count, 'expert')} in {_counted(len(found), 'layer')}"
                 said.append(f"{several} {what} (in {short_layer(layer)}: {shown}).")
         changed = {name: layer["bfloat16"]["sets"] or 0 for name, layer in self.layers.items() if "bfloat16" in layer}
         if changed and changed[worst := max(changed, key=changed.__getitem__)]:
@@ -198,8 +193,8 @@ class AuditResult:
         for (spec, why, shared), count in kinds.items():
             none = f"a router without a counterpart here ({why})" if why else "a router without a counterpart here"
             router = none if spec is None else f"{spec}, as this library spells it"
-            beside = f", with {shared:g} shared expert{'' if shared == 1 else 's'}" if shared else ""
-            sentences.append(f"Router of {count} layer{'' if count == 1 else 's'}: {router}{beside}.")
+            beside = f", with {_counted(shared, 'shared expert')}" if shared else ""
+            sentences.append(f"Router of {_counted(count, 'layer')}: {router}{beside}.")
         return sentences
 
     def _loss(self) -> float | None:
@@ -230,12 +225,12 @@ class AuditResult:
         experts = max(layer["num_experts"] for layer in self.layers.values())
         results = []
         for row in self.quality:
-            ends: list[float | None] = [None, None]
+            low = high = None
             if row["half"] is not None and row["loss"] + row["half"] <= LARGEST:
-                ends = [math.exp(row["loss"] + sign * row["half"]) for sign in (-1, 1)]
+                low, high = (math.exp(row["loss"] + sign * row["half"]) for sign in (-1, 1))
             results.append(
                 {"split": "test", "top_k": row["top_k"] or 1, "nats": row["loss"], "metric": "perplexity",
-                 "low": ends[0], "high": ends[1], "value": row["perplexity"], "tokens": row["tokens"],
+                 "low": low, "high": high, "value": row["perplexity"], "tokens": row["tokens"],
                  "routers": row["routers"]}
             )  # fmt: skip
         config = {
@@ -267,6 +262,10 @@ class AuditResult:
 def beats_random(difference: Mapping[str, Any]) -> bool:
     """Whether a loss minus that of random prunings is below 0, interval included."""
     return difference["half"] is not None and difference["mean"] + difference["half"] < 0
+
+
+def _counted(number: float, what: str) -> str:
+    return f"{number:g} {what}{'' if number == 1 else 's'}"
 
 
 def _listed(values: Iterable[int]) -> str:

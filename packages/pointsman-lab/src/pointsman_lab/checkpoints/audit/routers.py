@@ -17,6 +17,8 @@ WITHOUT = {
     "NllbMoeTop2Router": "draws its second expert, or renormalises the weights that its capacity leaves",
 }
 """Class -> why it has no counterpart, where that is known."""
+DOWN = ("down_proj", "w2", "output_linear")
+"""Names of an expert's last projection."""
 
 
 def routers_of(model: nn.Module) -> dict[str, dict[str, str | float | None]]:
@@ -30,9 +32,10 @@ def routers_of(model: nn.Module) -> dict[str, dict[str, str | float | None]]:
         key = _settings(gate)
         if key not in specs:  # gates of equal class and settings are compared once
             specs[key] = counterpart(gate)
-        spec = specs[key]
-        why = why_without(gate) if spec is None else None
-        found[gate.layer] = {"router": spec, "without": why, "shared_experts": shared_experts(gate)}
+        name = type(gate.module).__name__
+        general = "has a rule that no router here has" if gate.form.linear else "does not score with one weight"
+        why = f"{name} {WITHOUT.get(name, general)}" if specs[key] is None else None
+        found[gate.layer] = {"router": specs[key], "without": why, "shared_experts": shared_experts(gate)}
     return found
 
 
@@ -52,25 +55,13 @@ def _settings(gate: Gate) -> tuple[Any, ...]:
     )
 
 
-def why_without(gate: Gate) -> str:
-    """Why `counterpart` is None."""
-    name = type(gate.module).__name__
-    general = "has a rule that no router here has" if gate.form.linear else "does not score with one weight"
-    return f"{name} {WITHOUT.get(name, general)}"
-
-
 def shared_experts(gate: Gate) -> float:
     """The width of the block's always-active shared experts, in hidden widths of one expert; 0 without any."""
-    width = 0
-    for name, child in gate.block.named_children():
-        if "shared" in name:
-            width += sum(part.in_features for path, part in child.named_modules() if _is_down(path, part))
+    shared = [child for name, child in gate.block.named_children() if "shared" in name]
+    parts = [(path.rpartition(".")[2], part) for child in shared for path, part in child.named_modules()]
+    width = sum(part.in_features for name, part in parts if isinstance(part, nn.Linear) and name in DOWN)
     down = getattr(gate.experts, "down_proj", None)
     if not width or not isinstance(down, Tensor):
         return 0.0
     hidden = [size for size in down.shape[1:] if size != gate.dim] or [gate.dim]
     return width / hidden[0]
-
-
-def _is_down(path: str, part: nn.Module) -> bool:
-    return isinstance(part, nn.Linear) and path.rpartition(".")[2] in ("down_proj", "w2", "output_linear")

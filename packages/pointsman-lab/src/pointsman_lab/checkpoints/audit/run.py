@@ -130,7 +130,8 @@ class AuditRun:
                 continue
             if k == self.own:
                 own = keep.routings
-            for layer in own.keys() & keep.routings.keys() if k != self.own else ():
+                continue
+            for layer in own.keys() & keep.routings.keys():
                 mask = of_kind["text"].to(own[layer].experts.device)
                 self.agreement[k].setdefault(layer, Fluctuation()).update(own[layer], keep.routings[layer], mask)
         self._keep(own, batch, domain)
@@ -244,11 +245,8 @@ class AuditRun:
             perplexity = None if loss is None or loss > LARGEST else math.exp(loss)
             others = max(1, len(measured) - 1)
             domains = {
-                domain: {
-                    **self.blocks.loss(k, domain),
-                    "difference": self.blocks.difference(k, self.own, others, domain),
-                }
-                for domain in self.blocks.domains
+                name: {**self.blocks.loss(k, name), "difference": self.blocks.difference(k, self.own, others, name)}
+                for name in self.blocks.domains
             }
             quality.append(
                 {"top_k": k, "loss": loss, "half": found_loss["half"], "blocks": found_loss["blocks"],

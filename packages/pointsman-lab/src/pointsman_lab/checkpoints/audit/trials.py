@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import pairwise, product
 from statistics import mean
 from typing import Any
@@ -134,20 +135,17 @@ def schedules(
         ValueError: the class keeps one k for all layers.
     """
     fields = [gate_top_k(gate) for gate in gates]
-    own = [field.value for field in fields]
+    own = tuple(field.value for field in fields)
     if len({(id(field.owner), field.attribute) for field in fields}) < len(fields):
         raise ValueError(f"{type(model).__name__} keeps one k for all layers")
     levels = sorted({*(k for k in ks if k <= min(own)), *own})
     if len(levels) < 2:
         return []
-    losses: dict[tuple[int, ...], float] = {}
 
-    def loss(schedule: Sequence[int]) -> float:
-        key = tuple(schedule)
-        if key not in losses:
-            with _schedule(fields, key):
-                losses[key] = mean_of(measured(model, search))
-        return losses[key]
+    @cache
+    def loss(schedule: tuple[int, ...]) -> float:
+        with _schedule(fields, schedule):
+            return mean_of(measured(model, search))
 
     allowed = loss(own) * (1 + margin)
     found: dict[str, tuple[int, ...]] = {f"k = {k}": (k,) * len(own) for k in levels}
@@ -155,7 +153,7 @@ def schedules(
     every = list(product(levels, repeat=len(own))) if len(levels) ** len(own) <= EXACT else []
     if every:
         within = [one for one in every if loss(one) <= allowed]
-        found["exact"] = min(within, key=lambda one: (sum(one), loss(one)), default=tuple(own))
+        found["exact"] = min(within, key=lambda one: (sum(one), loss(one)), default=own)
     for budget in [(low + high) / 2 for low, high in pairwise(levels)]:
         found[f"greedy, mean k {budget:g}"] = _greedy(own, levels, loss, float("inf"), budget)
         if every:
@@ -166,7 +164,7 @@ def schedules(
     for kind, chosen in found.items():
         with _schedule(fields, chosen):
             rise = paired(measured(model, held_out), base, len(found))
-        searched, same = loss(chosen) / loss(own) - 1, list(chosen) == own
+        searched, same = loss(chosen) / loss(own) - 1, chosen == own
         of = verdict(rise, scale, margin)
         names = {gate.layer: k for gate, k in zip(gates, chosen, strict=True)}
         rows.append(
@@ -176,18 +174,18 @@ def schedules(
     return rows
 
 
-def _greedy(own: Sequence[int], levels: Sequence[int], loss: Any, allowed: float, budget: float) -> tuple[int, ...]:
+def _greedy(own: tuple[int, ...], levels: Sequence[int], loss: Any, allowed: float, budget: float) -> tuple[int, ...]:
     """Each layer's rise is measured alone, once for each level; the steps go in the order of rise a saved expert.
 
     They stop where the mean k is within the budget, or where none keeps the loss within what is allowed.
     """
-    rise: Mapping[tuple[int, int], float] = {
-        (layer, k): loss([*own[:layer], k, *own[layer + 1 :]])
-        for layer in range(len(own))
-        for k in levels
-        if k <= own[layer]
-    }
-    now, stuck = list(own), set[int]()
+
+    def stepped(ks: tuple[int, ...], layer: int, k: int) -> tuple[int, ...]:
+        return (*ks[:layer], k, *ks[layer + 1 :])
+
+    places = [(layer, k) for layer, most in enumerate(own) for k in levels if k <= most]
+    rise: Mapping[tuple[int, int], float] = {place: loss(stepped(own, *place)) for place in places}
+    now, stuck = own, set[int]()
     while True:
         steps = []
         for layer, k in enumerate(now):
@@ -195,9 +193,9 @@ def _greedy(own: Sequence[int], levels: Sequence[int], loss: Any, allowed: float
             if lower and layer not in stuck:
                 steps.append(((rise[layer, lower[-1]] - rise[layer, k]) / (k - lower[-1]), layer, lower[-1]))
         if not steps or mean(now) <= budget:
-            return tuple(now)
+            return now
         _, layer, k = min(steps)
-        tried = [*now[:layer], k, *now[layer + 1 :]]
+        tried = stepped(now, layer, k)
         if loss(tried) <= allowed:
             now = tried
         else:
