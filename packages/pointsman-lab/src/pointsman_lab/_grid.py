@@ -47,14 +47,14 @@ class Grid:
 
     def without_empty_columns(self, keep: int = 1) -> Grid:
         """The grid without the columns that hold no figure; the first `keep` stay."""
-        kept = [i for i in range(len(self.header)) if i < keep or any(row[i] != NONE for row in self.rows)]
-        rows = [[row[i] for i in kept] for row in self.rows]
-        best = {(row, kept.index(column)) for row, column in self.best if column in kept}
-        return replace(self, header=[self.header[i] for i in kept], rows=rows, best=best)
+        filled = [i for i in range(len(self.header)) if i < keep or any(row[i] != NONE for row in self.rows)]
+        return self._columns(filled)
 
     def only(self, columns: Sequence[str]) -> Grid:
         """The first column and these, in this order, by their titles."""
-        at = [0, *(list(self.header).index(name) for name in columns)]
+        return self._columns([0, *(list(self.header).index(name) for name in columns)])
+
+    def _columns(self, at: Sequence[int]) -> Grid:
         rows = [[row[i] for i in at] for row in self.rows]
         best = {(row, at.index(column)) for row, column in self.best if column in at}
         return replace(self, header=[self.header[i] for i in at], rows=rows, best=best)

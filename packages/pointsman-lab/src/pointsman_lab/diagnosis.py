@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from pointsman_lab._files import within
 from pointsman_lab.evaluation.diagnose import diagnose, plain_reader
 from pointsman_lab.evaluation.passes import eval_top_k
 from pointsman_lab.finetuning.consistency import consistency_over_training, finetunings_of
-from pointsman_lab.progress import Progress
+from pointsman_lab.progress import Progress, Quiet
 
 if TYPE_CHECKING:
     from pointsman_lab.training.run import Run
@@ -77,8 +78,7 @@ def diagnose_path(
     Raises:
         RunError: there is nothing to diagnose, or the runs cannot be compared.
     """
-    settings = settings or Settings()
-    path = Path(target)
+    settings, watch, path = settings or Settings(), watch or Quiet(), Path(target)
     if (path / "comparison.json").is_file():
         if against:
             raise RunError(f"{path} is a comparison, which compares its own runs; leave --against out")
@@ -94,10 +94,8 @@ def diagnose_path(
 
 def _step_of(path: Path) -> int | None:
     """N of `RUN/checkpoints/step-N`, else None."""
-    name = path.name
-    if path.parent.name == "checkpoints" and name.startswith("step-") and name[5:].isdigit():
-        return int(name[5:])
-    return None
+    begin, _, step = path.name.partition("step-")
+    return int(step) if path.parent.name == "checkpoints" and not begin and step.isdigit() else None
 
 
 def _open(path: Path, device: str) -> Run:
@@ -108,7 +106,7 @@ def _open(path: Path, device: str) -> Run:
     return open_run(folder, step=step, device=device)
 
 
-def _of_run(path: Path, against: Sequence[Path], settings: Settings, watch: Progress | None) -> dict[str, Any]:
+def _of_run(path: Path, against: Sequence[Path], settings: Settings, watch: Progress) -> dict[str, Any]:
     from pointsman_lab.training.directory import RunDirectory
 
     run = _open(path, settings.device)
@@ -124,8 +122,7 @@ def _of_run(path: Path, against: Sequence[Path], settings: Settings, watch: Prog
     own = min(router.top_k for _, router in named_routers(run.model))
     wanted = eval_top_k(run.model, config.eval_top_k) if settings.top_k is None else settings.top_k
     top_k = [k for k in wanted if k not in (None, own)]
-    if watch:
-        watch.phase("diagnose", seen.count)
+    watch.phase("diagnose", seen.count)
     try:
         with using(run.config.kernels):
             found = diagnose(
@@ -135,7 +132,7 @@ def _of_run(path: Path, against: Sequence[Path], settings: Settings, watch: Prog
                 history=_history(run, settings) if _step_of(path) is None else {},
                 top_k=top_k,
                 reader=seen.reader,
-                advance=None if watch is None else lambda done: watch.advance(done, {}),
+                advance=lambda done: watch.advance(done, {}),
             )
     except ValueError as mistake:
         raise RunError(str(mistake)) from None
@@ -184,10 +181,8 @@ def _history(run: Run, settings: Settings) -> dict[str, nn.Module]:
         steps = [steps[round(place)] for place in np.linspace(0, len(steps) - 1, MOST_HISTORY)]
     models: dict[str, nn.Module] = {}
     for step in steps:
-        try:
+        with suppress(CheckpointError):
             models[f"step-{step}"] = _open(within(run.path, "checkpoints") / f"step-{step}", settings.device).model
-        except CheckpointError:
-            continue
     return models
 
 
@@ -197,7 +192,7 @@ def _texts(found: Mapping[str, Any], decode: Callable[[list[int]], str]) -> dict
     return {str(index): decode([index]) for index in sorted({pair[0] for row in tops for pair in row})}
 
 
-def _of_comparison(path: Path, settings: Settings, watch: Progress | None) -> dict[str, Any]:
+def _of_comparison(path: Path, settings: Settings, watch: Progress) -> dict[str, Any]:
     from pointsman.routers.frame.registry import has_one_k
     from pointsman_lab.runs.checkpoints import steps_of
     from pointsman_lab.runs.comparison import read_plan
@@ -226,7 +221,7 @@ def _entropy_ratio(one: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[
     }
 
 
-def _of_hugging_face(name: str, settings: Settings, watch: Progress | None) -> dict[str, Any]:
+def _of_hugging_face(name: str, settings: Settings, watch: Progress) -> dict[str, Any]:
     """A Hugging Face MoE with its own routers, or with each gate replaced by a router with the same routing."""
     from pointsman.hf import replace_routers
     from pointsman.hf.loading import load_model, load_tokenizer
@@ -242,26 +237,22 @@ def _of_hugging_face(name: str, settings: Settings, watch: Progress | None) -> d
     if not any(True for _ in named_routers(model)):  # else it was saved with routers
         replace_routers(model, "smoe")
     corpus = open_text(settings.data or "stdlib")
-    split = settings.split or "test"
-    length, rows = min(512, getattr(model.config, "max_position_embeddings", 512)), 4
-    budget = settings.tokens
+    split, budget = settings.split or "test", settings.tokens
     text = corpus.vocabulary.decode(corpus.split(split)[: None if budget is None else 6 * budget])
     ids = torch.tensor(tokenizer(text)["input_ids"][:budget])
     refuse_unknown_tokens(model, int(ids.max()))
-    length = min(length, len(ids))
-    batches = ids[: len(ids) // length * length].view(-1, length).split(rows)  # type: ignore[no-untyped-call]
-    if watch:
-        watch.phase("diagnose", len(batches))
+    length = min(512, getattr(model.config, "max_position_embeddings", 512), len(ids))
+    batches = ids[: len(ids) // length * length].view(-1, length).split(4)  # type: ignore[no-untyped-call]
+    watch.phase("diagnose", len(batches))
     own = min(router.top_k for _, router in named_routers(model))
     found = diagnose(
         model,
         (batch.to(settings.device) for batch in batches),
         top_k=[k for k in settings.top_k or () if k != own],
         reader=plain_reader,
-        advance=None if watch is None else lambda done: watch.advance(done, {}),
+        advance=lambda done: watch.advance(done, {}),
     )
     found["source"] = {"model": name}
-    read = sum(batch.numel() for batch in batches)
-    found["protocol"] = {"data": corpus.description, "split": split, "tokens": read}
+    found["protocol"] = {"data": corpus.description, "split": split, "tokens": len(ids) // length * length}
     found["tokens_text"] = _texts(found, lambda one: str(tokenizer.decode(one)))
     return found

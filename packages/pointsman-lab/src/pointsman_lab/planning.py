@@ -117,13 +117,8 @@ def state_bytes(shape: Shape, layout: Layout) -> float:
 
 def gathered_bytes(shape: Shape, layout: Layout) -> float:
     """Bytes of weights and gradients that reach a GPU in a micro-batch; tokens that travel are not in it."""
-    experts = (
-        (2 * HALF / FLOAT + 1)
-        * shape.sparse_layers
-        * shape.expert_parameters
-        / layout.experts
-        * (1 - 1 / layout.expert_shards)
-    )
+    held = shape.sparse_layers * shape.expert_parameters / layout.experts
+    experts = (2 * HALF / FLOAT + 1) * held * (1 - 1 / layout.expert_shards)
     dense = (3 * shape.dense_parameters - shape.embeddings) * (1 - 1 / layout.shards)
     copies = 2 * shape.parameters / layout.shards * (1 - 1 / layout.replicas)
     return FLOAT * (experts + dense + copies)
@@ -155,10 +150,7 @@ def plan(shape: Shape, gpus: Sequence[int], layout: str | None = None) -> Grid:
     for world in gpus:
         for one in layouts(world, shape.experts) if layout is None else [Layout.parse(layout, world)]:
             one.check_experts(shape.experts)
-            counts = (
-                state_bytes(shape, one) / 1e9,
-                gathered_bytes(shape, one) / 1e9,
-                exchanged_bytes(shape, one) / 1e3,
-            )
+            held, moved = state_bytes(shape, one) / 1e9, gathered_bytes(shape, one) / 1e9
+            counts = held, moved, exchanged_bytes(shape, one) / 1e3
             rows.append([str(world), str(one), *(f"{n:,.0f}" if n >= 100 else f"{n:.3g}" for n in counts)])
     return Grid(["GPUs", "layout", "state, GB", "gathered, GB", "exchanged, kB a token"], rows, code=False, labels=2)

@@ -191,10 +191,8 @@ def one_after_another(ranks: Ranks, function: Callable[[], T]) -> T:
 
 def first_to_tell(ranks: Ranks) -> bool:
     """Whether this rank is the first that reports why the job ends: rank 0 if it says anything within `ANSWER`."""
-    until = time.monotonic() + (0 if ranks.first else ANSWER)
     try:
-        while _store().add("told", 0) == 0 and time.monotonic() < until:
-            time.sleep(0.05)
+        _wait(lambda: _store().add("told", 0) > 0, 0 if ranks.first else ANSWER)
         return bool(_store().add("told", 1) == 1)
     except RuntimeError:  # its owner has ended
         return True
@@ -205,12 +203,9 @@ def let_others_ask(ranks: Ranks) -> None:
 
     The store of `launch` is a file.
     """
-    if not ranks.first or STORE in os.environ:
-        return
-    until = time.monotonic() + ANSWER
-    with suppress(RuntimeError):
-        while _store().add("told", 0) < ranks.count and time.monotonic() < until:
-            time.sleep(0.05)
+    if ranks.first and STORE not in os.environ:
+        with suppress(RuntimeError):
+            _wait(lambda: _store().add("told", 0) >= ranks.count, ANSWER)
 
 
 def lost_ranks(ranks: Ranks) -> list[int]:
@@ -218,14 +213,10 @@ def lost_ranks(ranks: Ranks) -> list[int]:
     try:
         store = _store()
         store.set(f"lost-{ranks.rank}", "1")
-        silent = [rank for rank in range(ranks.count) if rank != ranks.rank]
-        until = time.monotonic() + ANSWER
-        while silent and time.monotonic() < until:
-            time.sleep(0.05)
-            silent = [rank for rank in silent if not store.check([f"lost-{rank}"])]
+        _wait(lambda: store.check([f"lost-{rank}" for rank in range(ranks.count)]), ANSWER)
+        return [rank for rank in range(ranks.count) if not store.check([f"lost-{rank}"])]
     except RuntimeError:  # the store's owner has ended
         return [0]
-    return silent
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -243,6 +234,13 @@ def is_lost(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and (
         type(error).__name__.startswith("Dist") or any(word in str(error) for word in words)
     )
+
+
+def _wait(done: Callable[[], bool], seconds: float) -> None:
+    """Until it is done, at most so long."""
+    until = time.monotonic() + seconds
+    while not done() and time.monotonic() < until:
+        time.sleep(POLL)
 
 
 def _store() -> Any:

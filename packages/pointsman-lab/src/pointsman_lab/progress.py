@@ -31,14 +31,11 @@ class Quiet:
 
     title = ""
 
-    def phase(self, name: str, total: int, done: int = 0) -> None:
-        return
+    def phase(self, name: str, total: int, done: int = 0) -> None: ...
 
-    def advance(self, done: int, figures: Mapping[str, float]) -> None:
-        return
+    def advance(self, done: int, figures: Mapping[str, float]) -> None: ...
 
-    def note(self, message: str) -> None:
-        return
+    def note(self, message: str) -> None: ...
 
     def line(self) -> Progress:
         return self

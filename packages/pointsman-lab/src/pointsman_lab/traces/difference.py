@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pointsman.traces.trace import RoutingTrace
 from pointsman_lab.traces.noise import LayerDifference, differing, of_layer
@@ -106,7 +107,8 @@ def _share(a: RoutingTrace, b: RoutingTrace) -> float:
 def _same_layers(a: RoutingTrace, b: RoutingTrace) -> RoutingTrace:
     """`b` with the layers of `a`, by name or else in order: engines number them otherwise."""
     if len(a.layers) != len(b.layers):
-        raise ValueError(f"{len(a.layers)} layers in one trace, {len(b.layers)} in the other: {_ends(a)}; {_ends(b)}")
+        ends = "; ".join(f"{one.layers[0]} to {one.layers[-1]}" for one in (a, b))
+        raise ValueError(f"{len(a.layers)} layers in one trace, {len(b.layers)} in the other: {ends}")
     names = a.layers if set(a.layers) == set(b.layers) else b.layers
     b = _with_layers(a, b, dict(zip(a.layers, names, strict=True)))
     for layer in a.layers:
@@ -127,10 +129,6 @@ def _check_texts(a: RoutingTrace, b: RoutingTrace) -> None:
     if other := (Counter(a.hashes.tolist()) - Counter(b.hashes.tolist())).total():
         raise ValueError(f"{other:,} of {len(a.hashes):,} sequences have other tokens in the other trace: they are not "
                          "of the same text")  # fmt: skip
-
-
-def _ends(trace: RoutingTrace) -> str:
-    return f"{trace.layers[0]} to {trace.layers[-1]}"
 
 
 def _with_layers(a: RoutingTrace, b: RoutingTrace, of: Mapping[str, str]) -> RoutingTrace:
@@ -162,39 +160,37 @@ def _same_lengths(a: RoutingTrace, b: RoutingTrace) -> tuple[RoutingTrace, Routi
 
 def _without_padding(longer: RoutingTrace, shorter: RoutingTrace) -> RoutingTrace:
     """`longer` cut to the lengths of `shorter`, at the end or at the beginning of each sequence: what differs less."""
-    ends = longer.lengths.cumsum(0)
-    starts = ends - longer.lengths
-    cuts = []
-    for first in (starts, ends - shorter.lengths):
-        rows = torch.cat([torch.arange(int(n)) + int(at) for at, n in zip(first, shorter.lengths, strict=True)])
-        cuts.append(longer.rows(rows, shorter.lengths, shorter.hashes))
+    pairs = list(zip(_places(longer), shorter.lengths.tolist(), strict=True))
+    rows = [part[:length] for part, length in pairs], [part[len(part) - length :] for part, length in pairs]
+    cuts = [longer.rows(torch.cat(parts), shorter.lengths, shorter.hashes) for parts in rows]
     return min(cuts, key=lambda cut: _share(shorter, cut))
+
+
+def _places(trace: RoutingTrace) -> Sequence[Tensor]:
+    """The places of each sequence's tokens."""
+    return torch.split(torch.arange(trace.tokens), trace.lengths.tolist())
 
 
 def _in_order_of(a: RoutingTrace, b: RoutingTrace) -> RoutingTrace:
     """The sequences of `b` in the order of `a`: by their hashes, or else each by the one that differs least."""
-    ends = b.lengths.cumsum(0)
-    starts = ends - b.lengths
-    free = list(range(len(b.lengths)))
+    mine, its = (torch.split(trace.experts[a.layers[0]], trace.lengths.tolist()) for trace in (a, b))
+    free = list(range(len(its)))
     order = []
-    a_at = 0
-    for index, length in enumerate(a.lengths.tolist()):
-        fits = [one for one in free if int(b.lengths[one]) == length]
+    for index, chosen in enumerate(mine):
+        fits = [one for one in free if len(its[one]) == len(chosen)]
         if a.hashes is not None and b.hashes is not None:
             fits = [one for one in fits if int(b.hashes[one]) == int(a.hashes[index])] or fits
-        best = fits[0] if len(fits) == 1 else min(fits, key=lambda one: _between(a, a_at, b, int(starts[one]), length))
+        best = fits[0] if len(fits) == 1 else min(fits, key=lambda one: _differ(chosen, its[one]))
         free.remove(best)
         order.append(best)
-        a_at += length
-    rows = torch.cat([torch.arange(int(starts[one]), int(ends[one])) for one in order] or [torch.arange(0)])
+    places = _places(b)
     hashes = None if b.hashes is None else b.hashes[order]
-    return b.rows(rows, b.lengths[order], hashes)
+    return b.rows(torch.cat([places[one] for one in order]), b.lengths[order], hashes)
 
 
-def _between(a: RoutingTrace, at: int, b: RoutingTrace, start: int, length: int) -> float:
-    """The share of the first layer's tokens of two sequences that differ."""
-    layer = a.layers[0]
-    other, known = differing(a.experts[layer][at : at + length], b.experts[layer][start : start + length])
+def _differ(a: Tensor, b: Tensor) -> float:
+    """The share of tokens of two sequences whose choices differ."""
+    other, known = differing(a, b)
     return int(other.sum()) / max(1, int(known.sum()))
 
 
@@ -221,8 +217,12 @@ def _layer_orders(a: RoutingTrace, b: RoutingTrace) -> Iterator[Undone]:
         turned = dict(zip(names, names[by:] + names[:by], strict=True))
         shown = by if 2 * by <= len(names) else by - len(names)
         yield f"layers misaligned by {shown:+d}", a, _with_layers(a, b, turned)
-    matched = _matched_layers(a, b)
-    if matched is not None:
+
+    def nearest(name: str) -> str:
+        return min(b.layers, key=lambda other: int(differing(a.experts[name], b.experts[other])[0].sum()))
+
+    matched = {name: nearest(name) for name in names}
+    if len(set(matched.values())) == len(names):  # no two take the same one
         yield "layers in another order", a, _with_layers(a, b, matched)
 
 
@@ -237,23 +237,13 @@ def _shifted(a: RoutingTrace, b: RoutingTrace, by: int) -> tuple[RoutingTrace, R
     return a.rows(kept, lengths), b.rows(kept + by, lengths)
 
 
-def _matched_layers(a: RoutingTrace, b: RoutingTrace) -> dict[str, str] | None:
-    """Each layer of `a` with the layer of `b` that differs least; None where two take the same one."""
-
-    def nearest(name: str) -> str:
-        return min(b.layers, key=lambda other: int(differing(a.experts[name], b.experts[other])[0].sum()))
-
-    found = {name: nearest(name) for name in a.layers}
-    return found if len(set(found.values())) == len(found) else None
-
-
 def _what_is_left(layers: Mapping[str, LayerDifference]) -> str:
     """Whether what differs still is as much as the logits' noise predicts."""
     left = {name: one for name, one in layers.items() if one.differing}
     share = sum(one.differing * one.tokens for one in layers.values()) / max(1, sum(o.tokens for o in layers.values()))
-    if any(one.predicted is None for one in left.values()):
-        return f"other experts for {share:.2%} of tokens (record finite logits in both to compare with noise)"
     said = f"other experts for {share:.2%} of tokens"
+    if any(one.predicted is None for one in left.values()):
+        return f"{said} (record finite logits in both to compare with noise)"
     if other := ", ".join(name for name, one in left.items() if (one.noise or 0) > UNRELATED * (one.spread or 0)):
         return f"{said}, and other logits: {other}"
     above = ", ".join(name for name, one in left.items() if _exceeds(one))

@@ -64,10 +64,8 @@ def _packed(weights: Iterable[tuple[float, int]], devices: int) -> Placement:
 
 def imbalance(loads: Tensor, placement: Placement) -> float:
     """The largest load of a device over the mean, for loads [E]; 1 where nothing was routed."""
-    copies = torch.zeros(len(loads))
-    for experts in placement:
-        for expert in experts:
-            copies[expert] += 1
+    placed = [expert for experts in placement for expert in experts]
+    copies = torch.bincount(torch.tensor(placed, dtype=torch.long), minlength=len(loads))
     share = loads.double() / copies.clamp_min(1)
     each = [float(share[list(experts)].sum()) if experts else 0.0 for experts in placement]
     return max(each) * len(each) / total if (total := sum(each)) else 1.0
@@ -103,10 +101,7 @@ def place(trace: RoutingTrace, devices: int, *, spare: int = 0, batch: int = 102
     found: dict[str, dict[str, float]] = {}
     for layer, chosen in trace.experts.items():
         before = _loads(chosen[:half], experts[layer])
-        placements: dict[str, Placement] = {
-            "contiguous": contiguous(before, devices),
-            "balanced": balanced(before, devices),
-        }
+        placements = {"contiguous": contiguous(before, devices), "balanced": balanced(before, devices)}
         if spare:
             placements[f"EPLB, {spare} copies"] = replicated(before, devices, spare)
         starts = range(half, trace.tokens - batch + 1, batch)
