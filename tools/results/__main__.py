@@ -30,7 +30,6 @@ from tools.results.claims import Page
 from tools.results.claims_file import CLAIMS, read_toml
 from tools.results.grids import tuned_rows
 from tools.results.measures import DIAGNOSED, UNITS, Measure
-from tools.results.tested import Tested
 from tools.results.trends import read_trends, write_trends
 
 DENSE = "A dense row stands at the largest k, and so does its difference; the claims compare it at a k that they name."
@@ -94,12 +93,12 @@ class Pages:
         parts = ["# Results", values["intro"], MADE, "## Verdicts", self.claims.counts().markdown()]
         for question in values["questions"]:
             of = [one for one in self.claims.tested if one.claim.question == question["name"]]
-            answers = Grid(
-                ("claim", "grid", "difference", "control", "verdict"),
-                [_answer(one, lines) for one in of],
-                code=False,
-                labels=5,
-            )
+            rows = [
+                [one.claim.claim, lines.get(one.claim.grid, [one.claim.grid])[0], one.figure, one.against_control,
+                 one.marked + one.otherwise]
+                for one in of
+            ]  # fmt: skip
+            answers = Grid(("claim", "grid", "difference", "control", "verdict"), rows, code=False, labels=5)
             parts += [f"## {question['title']}", question.get("note", ""), answers.markdown(),
                       f"![{question['alt']}](pictures/{question['picture']}.svg)"]  # fmt: skip
         what = "A grid is one paired comparison; its page has every table, "
@@ -136,11 +135,6 @@ def tuning(folder: Path, title: str = "tuning", rows: Container[str] | None = No
     return [f"## {title}", what, Grid(header, lines, labels=1).markdown(), *notes]
 
 
-def _answer(one: Tested, lines: Mapping[str, Sequence[str]]) -> Sequence[str]:
-    where = lines.get(one.claim.grid, [one.claim.grid])[0]
-    return one.claim.claim, where, one.figure, one.against_control, one.marked + one.otherwise
-
-
 def measured(comparison: Comparison, columns: Mapping[str, Measure]) -> str:
     """A Markdown table, mean ± sample standard deviation; rows and columns without figures are left out, "": all."""
     cells = {
@@ -158,7 +152,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def make(records: Path, folder: Path) -> None:
-    """Writes all pages of `records` into `folder`."""
     claims = Page.read(records)
     Pages(records, claims).write(folder)
     print(claims.write(folder))

@@ -98,9 +98,7 @@ class Page:
         return cls(tested, whole, families, shown)
 
     def markdown(self) -> str:
-        """The page."""
-        lines = [EXPLAINED.lstrip()]
-        lines += self._summary()
+        lines = [EXPLAINED.lstrip(), *self._summary()]
         for name, family in self.families.items():
             of = [one for one in self.tested if one.claim.family == name]
             if not of:
@@ -149,7 +147,6 @@ class Page:
         return [claim.claim, claim.where, one.test, one.figure, seeds, p, one.against_control, one.verdict_text]
 
     def write(self, folder: Path) -> Path:
-        """Writes claims.md."""
         return write_whole(folder / "claims.md", self.markdown())
 
 

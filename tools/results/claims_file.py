@@ -140,7 +140,6 @@ class Claim:
 
     @property
     def measured(self) -> Measure:
-        """What is compared."""
         return Measure(self.measure, self.k, self.attack, self.rate, self.task)
 
 
@@ -178,7 +177,6 @@ def read_claims(file: Path) -> tuple[dict[str, list[str]], dict[str, Family], li
 
 
 def read_toml(file: Path) -> dict[str, Any]:
-    """claims.toml."""
     try:
         values = tomllib.loads(read_text(file))
     except tomllib.TOMLDecodeError as error:
@@ -199,7 +197,6 @@ def planned(trend: Mapping[str, Any]) -> dict[str, list[tuple[float | str, str, 
 
 
 def unit_of(claim: Claim, grids: Mapping[str, Comparison]) -> str:
-    """Of the difference."""
     if claim.measure:
         return claim.measured.unit(grids.get(claim.grid))
     return "of the time" if claim.timings else "of the score" if claim.exam else "bits" if claim.losses else ""

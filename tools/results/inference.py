@@ -19,6 +19,7 @@ A family is a small named set of claims that are judged together. Within it:
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -138,15 +139,8 @@ class Judged:
     @property
     def more_seeds(self) -> int:
         """More seeds that make the smallest difference that is seen the margin at this spread; at most `MOST_SEEDS`."""
-        n = len(self.values)
-        few, enough = n - 1, n + MOST_SEEDS
-        while enough - few > 1:
-            seeds = (few + enough) // 2
-            if self._smallest(seeds) <= self.margin:
-                enough = seeds
-            else:
-                few = seeds
-        return enough - n
+        seeds = range(len(self.values), len(self.values) + MOST_SEEDS)
+        return bisect_left(seeds, True, key=lambda number: self._smallest(number) <= self.margin)
 
     @property
     def verdict(self) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pointsman_lab._values import finite
+from pointsman_lab._values import finite, mean_of
 from pointsman_lab.report.cell import by_pretraining, squared_variation
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.report.task_table import TaskTable, consistency, finetunings, pretrained_of
@@ -76,23 +75,12 @@ class Measure:
             last, first = cells[-1], cells[0]
             found = {seed: last[seed] - (first[seed] if len(cells) > 1 else 0.0) for seed in last if seed in first}
             return by_pretraining(found) if self.name == "accuracy" else found
-        if self.name in ("nats", "transfer"):
-            runs = comparison.runs.values() if self.name == "nats" else finetunings(comparison, self.task)
-            results = {run.seed: self._result(run) for run in runs if run.router == router}
-            scale = 1.0 if self.name == "nats" else 100.0
-            values = {seed: finite(result.get(self.name)) for seed, result in results.items()}
-            found = {seed: scale * value for seed, value in values.items() if value is not None}
-            return found if self.name == "nats" else by_pretraining(found)
-        if self.name == "consistency":
-            return self._consistency(comparison, router)
-        if self.name in SHIFTED:
-            shifted = {run.seed: self._of_shifted(run) for run in comparison.of(router)}
-            return {seed: value for seed, value in shifted.items() if value is not None}
-        layers = {run.seed: self._of_layers(run) for run in comparison.of(router)}
-        return {seed: statistics.fmean(values) for seed, values in layers.items() if values}
+        if self.name not in ("consistency", "transfer"):
+            return self._figures(comparison.of(router))
+        tuned = [run for run in finetunings(comparison, self.task) if run.router == router]
+        return self._consistency(tuned) if self.name == "consistency" else by_pretraining(self._figures(tuned))
 
     def unit(self, comparison: Comparison | None) -> str:
-        """The unit of the figures."""
         if UNITS[self.name] or comparison is None:
             return UNITS[self.name]
         label = ComparisonTable.of(comparison).metric.label
@@ -100,18 +88,17 @@ class Measure:
 
     @property
     def text(self) -> str:
-        """What is measured, in words."""
         attack = f"{self.rate:.3g} of the words attacked"
         special = {"attack": attack, "attacked": f"quality with {attack}", "accuracy": self.task}
         special |= {"transfer": f"{self.task} without English", "consistency": f"consistency of {self.task}"}
         special |= {name: f"{name} ({record})" for name, (record, _, _) in SHIFTED.items()}
         return special.get(self.name, self.name) + (f", k = {self.k}" if self.k else "")
 
-    def _consistency(self, comparison: Comparison, router: str) -> dict[int, float]:
+    def _consistency(self, tuned: Sequence[RunRecord]) -> dict[int, float]:
         """By the seed of pre-training, which is that of the first fine-tuning."""
         runs: dict[Path, list[RunRecord]] = {}
-        for run in finetunings(comparison, self.task):
-            if run.router == router and run.done:
+        for run in tuned:
+            if run.done:
                 runs.setdefault(pretrained_of(run.path), []).append(run)
         found = {
             min(run.seed for run in of): consistency([(run.path, run.evaluation) for run in of], top_k=self.k)
@@ -119,25 +106,29 @@ class Measure:
         }
         return {seed: value for seed, value in sorted(found.items()) if value is not None}
 
-    def _of_layers(self, run: RunRecord) -> list[float]:
-        if self.name in DIAGNOSED:
-            values = DIAGNOSED[self.name](run.diagnostics)
+    def _figures(self, runs: Sequence[RunRecord]) -> dict[int, float]:
+        values = {run.seed: self._of_run(run) for run in runs}
+        return {seed: value for seed, value in values.items() if value is not None}
+
+    def _of_run(self, run: RunRecord) -> float | None:
+        scale = 100.0 if self.name == "transfer" else 1.0
+        if self.name in ("nats", "transfer"):
+            value = finite(self._result(run).get(self.name))
+        elif self.name in SHIFTED:
+            name, column, scale = SHIFTED[self.name]
+            record = shifted_images(run, name)
+            value = figure_of(record, column, self.k or max(record["protocol"]["top_k"])) if record else None
+        elif self.name in DIAGNOSED:
+            value = mean_of(DIAGNOSED[self.name](run.diagnostics).values())
         else:
-            values = [self._of_layer(layer) for layer in (self._result(run).get("routers") or {}).values()]
-        return [value for value in values if value is not None]
+            value = mean_of(map(self._of_layer, (self._result(run).get("routers") or {}).values()))
+        return None if value is None else scale * value
 
     def _result(self, run: RunRecord) -> Mapping[str, Any]:
         """What was evaluated at k; at the largest k where k is 0, and of a model without routers."""
         results = run.results()
         largest = results[max(results)] if results else {}
         return results.get(self.k) or (largest if not (self.k and largest.get("routers")) else {})
-
-    def _of_shifted(self, run: RunRecord) -> float | None:
-        name, column, scale = SHIFTED[self.name]
-        if not (record := shifted_images(run, name)):
-            return None
-        value = figure_of(record, column, self.k or max(record["protocol"]["top_k"]))
-        return None if value is None else scale * value
 
     def _of_layer(self, layer: Mapping[str, Any]) -> float | None:
         if self.name == "imbalance":
@@ -170,43 +161,37 @@ class Measure:
         return {}
 
 
-def _diagnosed(part: str, key: str) -> Callable[[Mapping[str, Any]], list[float | None]]:
-    """layer -> part -> key of diagnostics.json."""
-    return lambda found: [finite((layer.get(part) or {}).get(key)) for layer in (found.get("layers") or {}).values()]
+Layers = Mapping[str, float | None]
 
 
-def _last_change(key: str) -> Callable[[Mapping[str, Any]], list[float | None]]:
-    """layer -> fluctuation -> key of the last earlier checkpoint of diagnostics.json."""
+def _diagnosed(part: str, key: str, at: int | None = None) -> Callable[[Mapping[str, Any]], Layers]:
+    """Layer -> part -> key of diagnostics.json, or of one of the earlier checkpoints in it."""
 
-    def values(found: Mapping[str, Any]) -> list[float | None]:
-        layers = history[-1]["layers"].values() if (history := found.get("history")) else ()
-        return [finite((layer.get("fluctuation") or {}).get(key)) for layer in layers]
+    def values(found: Mapping[str, Any]) -> Layers:
+        if at is not None:
+            found = history[at] if (history := found.get("history")) else {}
+        return {name: finite((of.get(part) or {}).get(key)) for name, of in (found.get("layers") or {}).items()}
 
     return values
 
 
-def _collapse_change(found: Mapping[str, Any]) -> list[float | None]:
-    if not (history := found.get("history")):  # which has the earlier checkpoints alone
-        return []
-    first, last = (
-        {name: finite((layer.get("collapse") or {}).get("value")) for name, layer in of["layers"].items()}
-        for of in (history[0], found)
-    )
-    ends = [(first.get(name), value) for name, value in last.items()]
-    return [None if one is None or two is None else two - one for one, two in ends]
+def _collapse_change(found: Mapping[str, Any]) -> Layers:
+    first, last = (_diagnosed("collapse", "value", at)(found) for at in (0, None))
+    ends = {name: (first.get(name), value) for name, value in last.items()}
+    return {name: None if one is None or two is None else two - one for name, (one, two) in ends.items()}
 
 
 DIAGNOSED = {
     "collapse": _diagnosed("collapse", "value"),
     "collapse change": _collapse_change,
-    "fluctuation": _last_change("top1"),
-    "set fluctuation": _last_change("sets"),
+    "fluctuation": _diagnosed("fluctuation", "top1", -1),
+    "set fluctuation": _diagnosed("fluctuation", "sets", -1),
     "neighbours": _diagnosed("mixing", "effective_mean"),
     "own weight": _diagnosed("mixing", "own_mean"),
     "effective experts": _diagnosed("load", "effective"),
     "information": _diagnosed("specialisation", "corrected"),
 }
-"""Measure -> its values in diagnostics.json, one a layer."""
+"""Measure -> its values in diagnostics.json by layer."""
 
 SHIFTED = {
     "drop": ("robust-c", "drop", 100.0),

@@ -80,11 +80,9 @@ class Trend:
         if not self.curves:
             return
         names = [str(x) for x in self._xs()] if any(isinstance(x, str) for x in self._xs()) else []
+        places = {x: names.index(str(x)) if names else float(x) for x in self._xs()}
         curves = [
-            {
-                "name": name,
-                "points": [_drawn(names.index(str(x)) if names else float(x), of) for x, of in points.items()],
-            }
+            {"name": name, "points": [_drawn(places[x], of) for x, of in points.items()]}
             for name, points in self.curves.items()
         ]
         label = f"gap to {self.base}: {self.label}" if self.base else self.label
@@ -107,16 +105,14 @@ class Trend:
 
 
 def read_trends(folder: Path) -> list[Trend]:
-    """The trends of `folder`/claims.toml."""
     values = read_toml(folder / CLAIMS)
     known = values.get("grids", {})
     grids = read_grids(folder)[1]
-    named = enumerate(values.get("trends", []), 1)
-    return [_trend(one, f"{folder / CLAIMS}, trend {number}", known, grids) for number, one in named]
+    trends = enumerate(values.get("trends", []), 1)
+    return [_trend(one, f"{folder / CLAIMS}, trend {number}", known, grids) for number, one in trends]
 
 
 def write_trends(trends: Sequence[Trend], folder: Path) -> Path:
-    """Writes trends.md and the pictures beside it."""
     for one in trends:
         one.draw(folder / "pictures")
     parts = ["# Trends", EXPLAINED.strip(), *(one.markdown().strip() for one in trends)]
