@@ -68,7 +68,6 @@ def rules_of(file: Path) -> dict[str, Any]:
 
 
 def opened(file: Path, rules: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry of this track."""
     return read_entry(file, EXAM_SHAPE if "tasks" in rules else ENTRY)
 
 
@@ -90,8 +89,7 @@ def follow_exam(entry: Mapping[str, Any], rules: Mapping[str, Any], where: str) 
 
 def examined_again(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Task -> seed 0 trained again as the entry chose, from its sources alone."""
-    for name in written(entry["sources"], folder):
-        import_named(name)
+    imported(entry["sources"], folder)
     chosen = {task: cell["chosen"] for task, cell in entry["cells"].items()}
     return {task: examined(TASKS[task], one["spec"], 0, one["rate"], lambda: None) for task, one in chosen.items()}
 
@@ -147,17 +145,18 @@ def follow(entry: Mapping[str, Any], rules: Mapping[str, Any], where: str) -> No
         raise RunError(f"{where}: eval_tokens={settings.get('eval_tokens')}; the track has {rules['eval_tokens']}")
 
 
-def written(sources: Mapping[str, str], folder: Path) -> list[str]:
-    """The files of an entry's sources, written into a folder."""
-    return [str(write_whole(folder / Path(name).name, text)) for name, text in sources.items()]
+def imported(sources: Mapping[str, str], folder: Path) -> list[str]:
+    """The files of an entry's sources, written into a folder and imported."""
+    names = [str(write_whole(folder / Path(name).name, text)) for name, text in sources.items()]
+    for name in names:
+        import_named(name)
+    return names
 
 
 def trained_again(entry: Mapping[str, Any], seed: int, folder: Path) -> dict[str, Any]:
     """The entry's run of one seed, from its settings and sources alone; in a process of its own, which imports them."""
-    names = written(entry["sources"], folder)
+    names = imported(entry["sources"], folder)
     given = {**entry["settings"], "imports": [], "track": [], "tensorboard": False}
-    for name in names:
-        import_named(name)
     model = {**given["model"], "router": "smoe", "vocab_size": given["model"].get("vocab_size", 10**9)}
     base = replace(RunConfig.from_dict({**given, "model": model}, "the entry"), imports=tuple(names))
     tuned = {entry["router"]: entry["tuned"]} if entry["tuned"] else {}
@@ -175,20 +174,19 @@ def compared(theirs: Mapping[str, Any], ours: Mapping[str, Any], tolerance: floa
         differing.append(f"commit {theirs['environment'].get('commit')}")
     exact = not differing
     losses = dict(zip(ours["log"]["step"], ours["log"]["loss"], strict=True))
-    pairs = [(step, loss) for step, loss in zip(theirs["log"]["step"], theirs["log"]["loss"], strict=True)]
-    checked = pairs if exact else pairs[:FIRST_STEPS]
-    for step, loss in checked:
+    pairs = list(zip(theirs["log"]["step"], theirs["log"]["loss"], strict=True))
+    for step, loss in pairs if exact else pairs[:FIRST_STEPS]:
         if step not in losses or abs(loss - losses[step]) > (0 if exact else FIRST_LOSS):
             raise RunError(f"{where}: the log has a loss of {loss} at step {step}, trained again {losses.get(step)}")
     if not pairs:
         raise RunError(f"{where}: its log is empty")
     figures, again = ({one["top_k"]: one for one in of["evaluation"]["results"]} for of in (theirs, ours))
-    values, own = ({k: one["value"] for k, one in of.items()} for of in (figures, again))
-    if values.keys() != own.keys():
-        raise RunError(f"{where}: figures at k = {[*values]}, trained again at k = {[*own]}")
-    for k, value in values.items():
-        if abs(value - own[k]) > (0 if exact else tolerance):
-            raise RunError(f"{where}: {value} at k = {k}, trained again {own[k]}")
+    if figures.keys() != again.keys():
+        raise RunError(f"{where}: figures at k = {[*figures]}, trained again at k = {[*again]}")
+    for k in figures:
+        value, own = figures[k]["value"], again[k]["value"]
+        if abs(value - own) > (0 if exact else tolerance):
+            raise RunError(f"{where}: {value} at k = {k}, trained again {own}")
         load, load_again = uneven([figures[k]]), uneven([again[k]])
         near = load_again is not None and load is not None and math.isclose(load, load_again, **UNEVEN)
         if load != load_again and (exact or not near):
@@ -233,14 +231,8 @@ def row_of(entry: Mapping[str, Any]) -> list[str]:
     bits = [Cell({seed: of[k]["value"] for seed, of in enumerate(results) if k in of}).text(3) for k in ks]
     seconds = max(run["step_seconds"] for run in entry["runs"].values()) * entry["settings"]["steps"]
     counted = entry["router"] if entry["router"] in BASELINES else "smoe"  # a router's own cost is not counted
-    model = RunConfig.from_dict(
-        {
-            **entry["settings"],
-            "model": {**entry["settings"]["model"], "router": counted, "vocab_size": 256},
-            "imports": [],
-        },
-        "the entry",
-    ).model
+    shape = {**entry["settings"]["model"], "router": counted, "vocab_size": 256}
+    model = RunConfig.from_dict({**entry["settings"], "model": shape, "imports": []}, "the entry").model
     flops = inference_flops(build_model(model), min(2, model.num_experts))
     load = uneven(of.get(2, {}) for of in results)
     shown = NONE if load is None else f"{load:.3f}"

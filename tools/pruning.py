@@ -46,6 +46,7 @@ SHAPE: Mapping[str, Any] = {"num_layers": 2, "dim": 64, "num_heads": 2, "kv_head
 
 def trained(folder: Path, name: str, seed: int) -> tuple[Any, Any]:
     """The model of transformers and its tokenizer, trained on the source of Python if the folder lacks it."""
+    from pointsman.hf.loading import load_tokenizer
     from pointsman_lab.data.subwords import save_tokenizer
     from pointsman_lab.models.huggingface.convert import to_transformers
     from pointsman_lab.recipes import preset
@@ -63,8 +64,6 @@ def trained(folder: Path, name: str, seed: int) -> tuple[Any, Any]:
     run = load_run(out)
     model = to_transformers(run.model, top_k=2, length=LENGTH)
     save_tokenizer(run.vocabulary, out)
-    from pointsman.hf.loading import load_tokenizer
-
     return model, load_tokenizer(str(out))
 
 
@@ -79,6 +78,7 @@ def enumerated(model: Any, batch: TextBatch, kept: int) -> tuple[list[tuple[int,
     number = gates[0].num_experts
     subsets = list(combinations(range(number), kept))
     smaller = [cut(model, gates, {gate.layer: [[e] for e in subset] for gate in gates}) for subset in subsets]
+    last = [find_gates(one)[-1] for one in smaller]
     target = batch.ids[:, 1:].reshape(-1).repeat(len(subsets))
     losses = torch.empty(len(subsets), len(subsets), dtype=torch.float64)
     for row, first in enumerate(smaller):
@@ -87,8 +87,8 @@ def enumerated(model: Any, batch: TextBatch, kept: int) -> tuple[list[tuple[int,
         single = SingleExpert(gates[-1].experts)
         outputs = torch.stack([single(flat, expert) for expert in range(number)], 1)  # [tokens, experts, dim]
         weights = torch.zeros(len(subsets), len(flat), number)
-        for one, subset, second in zip(weights, subsets, smaller, strict=True):
-            chosen, share = choice(second.model.layers[-1].mlp, normed)
+        for one, subset, second in zip(weights, subsets, last, strict=True):
+            _, share, chosen = second.routed(second.module(flat))
             one.scatter_(1, torch.tensor(subset)[chosen], share.float())
         mixed = torch.einsum("ste,ted->std", weights, outputs).view(len(subsets), *residual.shape)
         logits = model.lm_head(model.model.norm(residual + mixed)[:, :, :-1])
@@ -101,24 +101,8 @@ def before_last_block(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
     """The residual stream before the last layer's experts, and what these read."""
     seen: list[tuple[Tensor, Tensor]] = []
     norm = model.model.layers[-1].post_attention_layernorm
-    handle = norm.register_forward_hook(lambda module, given, out: seen.append((given[0], out)))
-    model.model(input_ids=ids)
-    handle.remove()
-    return seen[0]
-
-
-def choice(block: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """The experts [tokens, k] that a block chooses, and their weights."""
-    seen: list[tuple[Tensor, Tensor]] = []
-    own = block.experts.forward
-
-    def note(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        seen.append((chosen, weights))
-        return torch.zeros_like(hidden)
-
-    block.experts.forward = note
-    block(hidden)
-    block.experts.forward = own
+    with norm.register_forward_hook(lambda module, given, out: seen.append((given[0], out))):
+        model.model(input_ids=ids)
     return seen[0]
 
 
@@ -175,7 +159,6 @@ def spread(values: Sequence[float]) -> str:
 
 
 def text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The page as Markdown."""
     models = {name: [row for row in rows if row["model"] == name] for name in TRAINED}
     seeds = min(len(of) for of in models.values())
     models = {name: sorted(of, key=lambda row: row["seed"])[:seeds] for name, of in models.items()}  # the same seeds
@@ -219,16 +202,12 @@ def text(rows: Sequence[Mapping[str, Any]]) -> str:
     ])  # fmt: skip
 
 
-def main(words: Sequence[str]) -> int:
-    if list(words[:1]) == ["run"] and len(words) == 2:
-        run(Path(words[1]))
-    elif list(words) == ["page"] and read():
-        print(write_whole(PAGE, wrapped(text(read()))))
-    else:
-        print(__doc__)
-        return 0 if {"-h", "--help"} & set(words) else 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    match sys.argv[1:]:
+        case ["run", folder]:
+            run(Path(folder))
+        case ["page"] if rows := read():
+            print(write_whole(PAGE, wrapped(text(rows))))
+        case words:
+            print(__doc__)
+            sys.exit(0 if {"-h", "--help"} & set(words) else 2)

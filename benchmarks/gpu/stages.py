@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pointsman.ops import kernels as on_gpu
@@ -73,6 +75,10 @@ class Record:
                 times.append(1e3 * (time.perf_counter() - began))
         return statistics.median(times)
 
+    def measure(self, name: str, function: Callable[..., object], *arguments: Any, **options: Any) -> None:
+        """Records the milliseconds of this call."""
+        self[f"{name}_ms"] = self.milliseconds(partial(function, *arguments, **options))
+
 
 def facts(record: Record) -> None:
     """Versions, the device, its copy bandwidth and its rate in a large product."""
@@ -110,24 +116,18 @@ def micro(record: Record) -> None:
     rows = 8 if record.tiny else 2816
     for columns in (1024, 1025, 1032):
         left, right = record.randn(8, rows, 64), record.randn(8, columns, 64).mT
-        record[f"bmm_{columns}_columns_ms"] = record.milliseconds(lambda left=left, right=right: left @ right)
+        record.measure(f"bmm_{columns}_columns", torch.matmul, left, right)
     for tokens, dim, hidden, experts, k in TINY if record.tiny else SHAPES[:5]:
         slots = tokens * k
         left, weight = record.randn(slots, dim), record.randn(experts, hidden, dim).mT
         ends = torch.linspace(slots / experts, slots, experts, device=record.device).to(torch.int32)
-        time_ = record.milliseconds(lambda a=left, w=weight, e=ends: torch.nn.functional.grouped_mm(a, w, offs=e))
-        record[f"grouped_mm_{slots}x{dim}x{hidden}_of_{experts}_ms"] = time_
+        record.measure(f"grouped_mm_{slots}x{dim}x{hidden}_of_{experts}", F.grouped_mm, left, weight, offs=ends)
         index = torch.randint(0, slots, (slots,), device=record.device)
-        record[f"index_select_{slots}x{dim}_ms"] = record.milliseconds(lambda a=left, i=index: a.index_select(0, i))
+        record.measure(f"index_select_{slots}x{dim}", torch.index_select, left, 0, index)
         places = index.view(tokens, k)
-        time_ = record.milliseconds(
-            lambda a=left, p=places: torch.nn.functional.embedding_bag(p, a, mode="sum", padding_idx=0)
-        )
-        record[f"embedding_bag_{slots}x{dim}_ms"] = time_
+        record.measure(f"embedding_bag_{slots}x{dim}", F.embedding_bag, places, left, mode="sum", padding_idx=0)
         for dtype in (torch.int64, torch.uint8):
-            keys = (index % experts).to(dtype)
-            time_ = record.milliseconds(lambda keys=keys: keys.sort(stable=True))
-            record[f"sort_{slots}_{str(dtype)[6:]}_ms"] = time_
+            record.measure(f"sort_{slots}_{str(dtype)[6:]}", torch.sort, (index % experts).to(dtype), stable=True)
     record["summary"] = f"bmm with 1025 columns: {record.figures['bmm_1025_columns_ms']:.3f} ms"
 
 
@@ -139,10 +139,7 @@ def layer(record: Record) -> None:
     """The experts and a router, forward and backward, and decoding: our kernels, peers, and the dense limit."""
     best = {True: [], False: []}
     dtype, device = str(record.dtype)[6:], str(record.device)
-    for train, shapes in (
-        (True, TINY if record.tiny else SHAPES),
-        (False, TINY_DECODING if record.tiny else DECODING),
-    ):
+    for train, shapes in ((True, TINY if record.tiny else SHAPES), (False, TINY_DECODING if record.tiny else DECODING)):
         for shape in shapes:
             case = Case("x".join(map(str, shape)), *shape, dtype, train=train, device=device)
             limit = [LIMIT] if train else []  # decoding's is the device's copy rate, a figure of `facts`

@@ -21,6 +21,7 @@ import statistics
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from pointsman.routing import RoutingContext
 from pointsman_lab._grid import NONE, Grid
 from pointsman_lab.cli.options import choose_device, whole, words
 from tools.bench.peers import IMPLEMENTATIONS, LIMIT, OWN, Case, Layer
-from tools.bench.turns import Call, drawn, kept_by, measured, page, ratio
+from tools.bench.turns import Call, drawn, kept_bytes, measured, page, ratio
 
 A = Case("a", 11264, 256, 512, 16, 2)
 ON_CPU = (
@@ -99,17 +100,16 @@ def compared(case: Case, peers: Collection[str] | None, rounds: int | None = Non
         calls[name] = called(case, layer, train=case.train and name != LIMIT)
         if case.train and name != LIMIT:
             hidden = torch.randn(case.tokens, case.dim, device=case.device).to(getattr(torch, case.dtype))
-            kept[name] = kept_by(module, layer, hidden.requires_grad_())
+            known = [*module.parameters(), *module.buffers(), hidden]
+            kept[name] = kept_bytes(partial(layer, hidden.requires_grad_()), known) / 2**20
     times = measured(calls, rounds or ROUNDS, SECONDS)
     if case.train:
         times[LIMIT] = [3 * seconds for seconds in times[LIMIT]]  # backward takes twice as many products as forward
     rows = []
     for name, own in times.items():
-        over = f"{ratio(times[LIMIT], own):.2f}" if LIMIT in times else NONE
+        speed = [f"{ratio(times[one], own):.2f}" if one in times else NONE for one in (LIMIT, "pointsman")]
         memory = f"{kept[name]:.1f}" if name in kept else NONE
-        rows.append(
-            [name, f"{1e3 * statistics.median(own):.2f}", over, f"{ratio(times['pointsman'], own):.2f}", memory]
-        )
+        rows.append([name, f"{1e3 * statistics.median(own):.2f}", *speed, memory])
     header = [case.label, "ms", "over the limit", "over pointsman", "kept MiB"]
     return Grid(header, rows, code=False).without_empty_columns(keep=4)  # nothing is kept without a backward
 
@@ -160,7 +160,6 @@ def chosen_peers(names: Sequence[str] | None) -> Sequence[str] | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints the tables and writes them."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--case", type=words, metavar="A,B", help="only these cases (above)")
     flags.add_argument("--peers", type=words, metavar="A,B", help="only these peers, or `none` (default: all)")

@@ -40,8 +40,11 @@ def whole_model(args: argparse.Namespace) -> None:
         found: Tensor = output.logits if args.output else output.hidden
         return found
 
-    def backward(spec: str, tokens: Tensor) -> None:
-        forward(spec, tokens).square().mean().backward()  # type: ignore[no-untyped-call]
+    def whole(spec: str, tokens: Tensor) -> None:
+        with torch.set_grad_enabled(not args.output):
+            found = forward(spec, tokens)
+        if not args.output:
+            found.square().mean().backward()  # type: ignore[no-untyped-call]
 
     def call(spec: str) -> Call:
         shape = args.batch, args.length
@@ -49,11 +52,7 @@ def whole_model(args: argparse.Namespace) -> None:
 
         def once() -> None:
             models[spec].zero_grad()
-            if args.output:
-                with torch.no_grad():
-                    forward(spec, batch())
-            else:
-                backward(spec, batch())
+            whole(spec, batch())
             step_end(models[spec])
 
         return once
@@ -69,7 +68,7 @@ def whole_model(args: argparse.Namespace) -> None:
         line = f"{spec:18} {1e3 * min(seconds[spec]):9.1f} ms   x {least:.3f}   paired {paired:.3f}"
         if not args.output:
             kept = kept_bytes(partial(forward, spec, tokens), list(models[spec].parameters()))
-            peak = peak_bytes(partial(backward, spec, tokens))
+            peak = peak_bytes(partial(whole, spec, tokens))
             bare_kept, bare_peak = bare_kept or kept, bare_peak or peak
             line += f"   kept for backward {kept / 2**20:7.1f} MB x {kept / bare_kept:.3f}"
             line += f"   peak {peak / 2**20:7.1f} MB x {peak / bare_peak:.3f}"

@@ -54,7 +54,6 @@ EXPERT_CASES = (
 
 
 def stepping(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> Call:
-    """A training step."""
     model.train()
     ours = any(isinstance(part, MoE) for part in model.modules())
 
@@ -75,7 +74,6 @@ def decoder_config() -> RunConfig:
 
 
 def mixtral(config: Any, experts: str) -> Any:
-    """Mixtral of the same shape."""
     import transformers
 
     settings = transformers.MixtralConfig(
@@ -276,7 +274,6 @@ CASES = {case.__name__: case for case in (training, generation, encoder, images,
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the tables of a case, and writes them where asked."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("case", choices=CASES)
     flags.add_argument("--rounds", type=int, default=9)

@@ -118,13 +118,9 @@ def transformers(implementation: str) -> Callable[[Case], tuple[Layer, nn.Module
         from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
         config = SimpleNamespace(
-            n_routed_experts=case.num_experts,
-            hidden_size=case.dim,
-            moe_intermediate_size=case.hidden_dim,
-            moe_latent_size=None,
-            mlp_hidden_act="relu",
-            _experts_implementation=implementation,
-        )
+            n_routed_experts=case.num_experts, hidden_size=case.dim, moe_intermediate_size=case.hidden_dim,
+            moe_latent_size=None, mlp_hidden_act="relu", _experts_implementation=implementation,
+        )  # fmt: skip
         experts = NemotronHExperts(config)  # type: ignore[no-untyped-call]
         with torch.no_grad():
             experts.up_proj.normal_(0, case.dim**-0.5)
@@ -155,10 +151,6 @@ def _with_router(
     return layer, nn.ModuleList([experts, gate])
 
 
-def _on_gpu(case: Case) -> bool:
-    return case.device != "cpu"
-
-
 def _pairs_fit(case: Case) -> bool:
     """Whether batched_mm's copies of expert weights, one for every assignment, take at most 2 GiB."""
     return case.tokens * case.k * 2 * case.dim * case.hidden_dim * 4 < 2 << 30
@@ -171,7 +163,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "transformers grouped_mm": Implementation(transformers("grouped_mm"), "transformers"),
     "transformers eager": Implementation(transformers("eager"), "transformers"),
     "transformers batched_mm": Implementation(transformers("batched_mm"), "transformers", _pairs_fit),
-    "scattermoe": Implementation(scattermoe, "scattermoe", _on_gpu),
+    "scattermoe": Implementation(scattermoe, "scattermoe", lambda case: case.device != "cpu"),
     LIMIT: Implementation(limit, suits=lambda case: case.train),
 }
 OWN = ("pointsman", LIMIT)

@@ -17,37 +17,27 @@ from pointsman_lab.training.state import TrainingState
 
 SETTINGS = {"preset": "small", "router": "hyperrouter", "data": "stdlib"}
 """HyperRouter's small model; its batches are 22 x 512 tokens after a memory of 512."""
-
 FIRST, STEPS = 12, 10  # warm-up steps (memory, compilation), and steps of a measurement
-
-Settings = Mapping[str, Any]
 
 
 class Steps:
-    """A run under way."""
-
-    def __init__(self, device: str, settings: Settings) -> None:
-        name, rest = settings["preset"], {key: value for key, value in settings.items() if key != "preset"}
-        config = preset(name, **rest)
-        corpus = open_corpus(config.data)
+    def __init__(self, device: str, settings: Mapping[str, Any]) -> None:
+        config = preset(settings["preset"], **{key: value for key, value in settings.items() if key != "preset"})
         self.device = torch.device(device)
-        task = LanguageModelling(corpus)
+        task = LanguageModelling(open_corpus(config.data))
         self.state = TrainingState(task.prepared(config), task, self.device)
         check_kernels(config, self.device)
         self.kernels = config.kernels
-        with using(self.kernels):
-            for _ in range(FIRST):
-                self.state.train_step()
+        for _ in range(FIRST):
+            self.step()
 
     def measure(self) -> dict[str, float]:
         """Mean seconds of a few consecutive steps, after one step of warm-up."""
-        with using(self.kernels):
-            self.state.train_step()
-            start = self._now()
-            for _ in range(STEPS):
-                self.state.train_step()
-            end = self._now()
-        return {"total": (end - start) / STEPS}
+        self.step()
+        start = self._now()
+        for _ in range(STEPS):
+            self.step()
+        return {"total": (self._now() - start) / STEPS}
 
     def step(self) -> None:
         with using(self.kernels):
@@ -59,9 +49,9 @@ class Steps:
             return {}
         from torch.profiler import ProfilerActivity, profile
 
-        with using(self.kernels), profile(activities=[ProfilerActivity.CUDA]) as found:
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
             began = self._now()
-            self.state.train_step()
+            self.step()
             took = self._now() - began
         events = [event for event in found.events() or () if event.device_type.name == "CUDA"]
         busy = sum(event.time_range.elapsed_us() for event in events) / 1e6  # of one stream: they do not overlap

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pointsman import __version__
 from pointsman_lab._files import write_whole
@@ -85,11 +85,6 @@ def kept_bytes(run: Callable[[], Tensor], known: Sequence[Tensor]) -> int:
         alive = run()
     del alive
     return sum(kept.values())
-
-
-def kept_by(module: nn.Module, run: Callable[[Tensor], Tensor], hidden: Tensor) -> float:
-    """MiB that a layer keeps for backward, without its parameters and its input."""
-    return kept_bytes(lambda: run(hidden), [*module.parameters(), *module.buffers(), hidden]) / 2**20
 
 
 def machine() -> dict[str, str]:

@@ -58,7 +58,6 @@ def differences(mine: Case, theirs: Case) -> tuple[float, float | None, float | 
 
 
 def line(row: Row, originals: Path | None) -> str:
-    """The row as Markdown."""
     start = f"| `{row.spec}` | {row.original} | {row.where} |"
     try:
         with in_float64(), warnings.catch_warnings():

@@ -6,12 +6,13 @@ import ast
 import math
 import subprocess
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -103,15 +104,9 @@ TORCH = _Double()
 GITHUB = "https://raw.githubusercontent.com"
 
 
-@contextmanager
-def in_float64() -> Iterator[None]:
+def in_float64() -> AbstractContextManager[object]:
     """Inside it `tensor.float()` gives float64."""
-    kept = torch.Tensor.float
-    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.Tensor.float = kept  # type: ignore[method-assign]
+    return mock.patch.object(torch.Tensor, "float", torch.Tensor.double)
 
 
 def of_transformers(model_type: str, name: str, *arguments: Any, **settings: Any) -> Any:
