@@ -124,11 +124,12 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
 
 
 def test_names_of_rows_are_no_words_of_the_text(tmp_path: Path) -> None:
-    path = write_comparison(tmp_path / "c", ("s", "smoe"), (0,), explorer=True, steps=20)
+    path = write_comparison(tmp_path / "c", ("s", "smoe"), (0, 1), missing=[("s", 1)], explorer=True, steps=20)
     plan = json.loads((path / "comparison.json").read_text())
     (path / "comparison.json").write_text(json.dumps(plan | {"shown": {"names": {"s": "Plain"}}}))
-    data = page(path).data
-    explorer = data["inside"]["explorer"]
+    found = page(path)
+    assert "Plain, seed 1: not begun" in found.text
+    data, explorer = found.data, found.data["inside"]["explorer"]
     assert data["routers"] == [one["name"] for one in explorer["routers"]] == ["Plain", "smoe"]
     for words in (explorer["texts"][0], explorer["routers"][0]["map"]["tokens"]):
         assert "Plain" not in words

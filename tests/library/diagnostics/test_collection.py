@@ -98,11 +98,23 @@ def test_a_mask_of_other_tokens_than_any_layer_reads_is_refused(model):
 
 def test_only_what_is_asked_for(model):
     diagnostics = Diagnostics("entropy", "specialisation")
-    with diagnostics.observe(model):
-        model(torch.randint(0, VOCABULARY, (1, 4)))
+    with pytest.warns(UserWarning, match="'specialisation' found nothing: it needs token_ids"):  # noqa: SIM117
+        with diagnostics.observe(model):
+            model(torch.randint(0, VOCABULARY, (1, 4)))
     assert set(diagnostics.result()["first"]) == {"entropy"}  # no token ids, no specialisation
     with pytest.raises(ValueError, match="did you mean 'entropy'"):
         Diagnostics("entropie")
+
+
+def test_a_kind_that_was_named_and_finds_nothing_says_so(model):
+    mixing = Diagnostics("load", "mixing")
+    with pytest.warns(UserWarning, match=r"'mixing' found nothing: it needs a router with a mixer"):  # noqa: SIM117
+        with mixing.observe(model):
+            model(torch.randint(0, VOCABULARY, (1, 4)))
+    with Diagnostics().observe(model):  # all kinds: those that fit
+        model(torch.randint(0, VOCABULARY, (1, 4)))
+    with mixing.observe(model):  # no forward
+        pass
 
 
 def test_shards_equal_one_pass_and_padding_counts_nothing(model):

@@ -72,6 +72,8 @@ def test_names_roles_and_any_k() -> None:
         ({"shared_experts": -1}, "shared_experts=-1: allowed are whole numbers from 0"),
         ({"shared_experts": 1.5}, "shared_experts=1.5: allowed are whole numbers from 0"),
         ({"shared_gate": True}, "shared_gate=True needs shared_experts, a whole number from 1"),
+        ({"gated": "no"}, "gated='no': allowed is true or false"),
+        ({"attach_losses": 2}, "attach_losses=2: allowed is true or false"),
     ],
 )
 def test_bad_settings(options: dict[str, object], says: str) -> None:

@@ -483,3 +483,5 @@ def test_weights_that_capacity_divides_are_1_at_k_1(recwarn: pytest.WarningsReco
         told = ["every weight is exactly 1" in str(one.message) for one in recwarn]
         assert any(told) == spec.startswith("switch")
         recwarn.clear()
+    with pytest.warns(UserWarning, match="one expert leaves it nothing to choose"):
+        MoE(8, 8, 1, top_k=1)(torch.randn(1, 3, 8))

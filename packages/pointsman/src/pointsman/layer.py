@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pointsman import routers as routers  # registers the named routers
 from pointsman._errors import did_you_mean
-from pointsman._values import check_whole
+from pointsman._values import check_whole, convert
 from pointsman.delivery import LossDelivery
 from pointsman.experts.modules import EXPERTS, BaseExperts, Experts
 from pointsman.experts.shared import SharedExperts, VirtualExperts, responses
@@ -58,6 +58,8 @@ class MoE(nn.Module):
         shared_experts: int = 0, shared_gate: bool = False, vocab_size: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        flags = {"gated": gated, "bias": bias, "attach_losses": attach_losses, "shared_gate": shared_gate}
+        gated, bias, attach_losses, shared_gate = (convert(value, bool, name) for name, value in flags.items())
         if experts not in EXPERTS:
             raise ValueError(f"unknown experts {experts!r}: {did_you_mean(experts, EXPERTS)}")
         if isinstance(router, str):

@@ -69,6 +69,7 @@ def render(comparison: Comparison) -> str:
     data = chart_data(comparison, table)
     values = context(comparison, table, data)
     values["differences"] = replace(values["differences"], caption=named.difference_grid().caption)
+    values["missing"] = protocol.missing(comparison, named)
     names = comparison.shown.get("names", {})
     data = renamed(data, names)
     return fill(
@@ -131,7 +132,6 @@ def context(comparison: Comparison, table: ComparisonTable, data: Mapping[str, A
         "inside": {"any": any_routing or explorer, "uniform": f"{math.log(experts):.3f}" if experts else NONE},
         "audit": audit,
         "tasks": [(one.file, one.head, [each for each in one.shown_grids() if each.rows]) for one in tasks],
-        "missing": protocol.missing(comparison),
         "order": {router: position for position, router in enumerate(comparison.routers)},
         "table": table.grid(),
         "baseline": table.baseline,

@@ -54,7 +54,7 @@ def _setting(comparison: Comparison, name: str) -> Any:
     return found[0] if len(every) == 1 else " / ".join(every) or None
 
 
-def missing(comparison: Comparison) -> list[str]:
+def missing(comparison: Comparison, table: ComparisonTable) -> list[str]:
     """The runs that are not finished, a line for each seed and state."""
     found: dict[tuple[int, str], list[str]] = {}
     for router, seed in comparison.missing():
@@ -62,7 +62,7 @@ def missing(comparison: Comparison) -> list[str]:
         state = "not begun" if run is None else f"stopped at step {run.last_step():,} of {run.steps or 0:,}"
         if run is not None and run.steps and run.last_step() >= run.steps:
             state = "trained, not evaluated"
-        found.setdefault((seed, state), []).append(router)
+        found.setdefault((seed, state), []).append(table.label(router))
     return [f"{', '.join(routers)}, seed {seed}: {state}" for (seed, state), routers in found.items()]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
@@ -28,6 +29,11 @@ KINDS: dict[str, Callable[[], RoutingDiagnostic]] = {
     "specialisation": Specialisation,
 }
 NEEDS = {"collapse": "hidden", "specialisation": "token_ids", "outputs": "hidden"}
+WITHOUT = {
+    "specialisation": "needs token_ids, one for each token that a layer reads",
+    "outputs": "needs a layer of this library",
+    "mixing": "needs a router with a mixer, as smoe+similarity",
+}
 
 
 class Diagnostics:
@@ -44,7 +50,8 @@ class Diagnostics:
 
     Args:
         kinds: which of "entropy", "margin", "load", "co_activation", "collapse", "specialisation", "outputs",
-            "mixing" (all by default). A kind that needs hidden states or token ids is skipped if they are not given.
+            "mixing" (all by default). A kind that needs hidden states or token ids is skipped if they are not given;
+            one that is named here then warns.
     """
 
     def __init__(self, *kinds: str) -> None:
@@ -52,7 +59,7 @@ class Diagnostics:
         for kind in kinds:
             if kind not in allowed:
                 raise ValueError(f"Diagnostics: unknown kind {kind!r}: {did_you_mean(kind, allowed)}")
-        self.kinds = kinds or tuple(allowed)
+        self.kinds, self._named = kinds or tuple(allowed), kinds
         self.layers: dict[str, dict[str, Diagnostic]] = {}
         self.masks: dict[str, Tensor | None] = {}
 
@@ -121,6 +128,9 @@ class Diagnostics:
             yield records
         if mask is not None and records and not fits:
             raise ValueError(f"Diagnostics.observe: mask {list(mask.shape)}: no layer read so many tokens")
+        for kind in self._named if records else ():
+            if not any(kind in layer for layer in self.layers.values()):
+                warnings.warn(f"Diagnostics: {kind!r} found nothing: it {WITHOUT[kind]}", stacklevel=3)
 
     def merge(self, other: Diagnostics) -> Self:
         """Adds the states of `other`; returns self."""

@@ -275,9 +275,10 @@ class Router(nn.Module):
         divided = self.select.renormalize or (self.capacity and self.limit and self.limit.total)
         alone = self.top_k == 1 and divided and not self.dense_gradient
         if alone and any(p.requires_grad for p in self.score.parameters()):
+            way = "use a larger k, or renormalize=false without capacity_total"
             self.warn(
                 f"{self.spec}: with top_k=1 and renormalised weights every weight is exactly 1, so the router gets no "
-                "gradient from the output; use a larger k, or renormalize=false without capacity_total"
+                f"gradient from the output; {way if self.num_experts > 1 else 'one expert leaves it nothing to choose'}"
             )
         if self.objective is not None and not self.objective_known and _steps["taken"] > self._built_at:
             self.warn(
