@@ -239,9 +239,7 @@ def serve(setup: Callable[[], Work], pipe: Connection[Any, Any]) -> None:
     torch.set_num_threads(1)
     line, stop = _Line(pipe), _PipedStop(pipe)
     warnings.showwarning = lambda message, *_: line.note(" ".join(str(message).split()))
-    logs = logging.Handler(logging.WARNING)
-    logs.emit = lambda record: line.note(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("pointsman").addHandler(logs)
+    logging.getLogger("pointsman").addHandler(_ToParent(line))
     try:
         work = setup()
         while item := stop.next():
@@ -309,3 +307,14 @@ class _Line:
 
     def line(self) -> Progress:
         return self
+
+
+class _ToParent(logging.Handler):
+    """Log lines as notes, so that they do not break the display."""
+
+    def __init__(self, line: _Line) -> None:
+        super().__init__(logging.WARNING)
+        self._line = line
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._line.note(record.getMessage())
