@@ -36,7 +36,7 @@ def replace_routers(model: nn.Module, spec: str | Sequence[str], *, start: Start
     scaling. With `start="pretrained"` the model's outputs do not change at first, if the method allows it: `smoe`,
     `smoe-dropout`, `frozen-scaled` and `frozen-temperature` use the gate's weight (trained, frozen, frozen with a
     trained temperature), `hyperrouter` uses that weight plus H(e) - H(e_0), without its bias column, and mixers start
-    at strength 0. Cosine routers (`xmoe`) cannot start from a pre-trained gate.
+    at strength 0. Cosine routers (`xmoe`) cannot start from a gate, and their balance loss is off: use `hf.balance`.
 
     `loss-free`, `sparsemixer`, and `smoe` with one of the options `gate`, `renormalize` and `scale`, also replace the
     class's code after the logits. With the spec that `audit` names for the model, outputs do not change at first;
