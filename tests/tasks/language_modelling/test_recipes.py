@@ -2,6 +2,7 @@
 
 import pytest
 
+from pointsman_lab.cli.train import parser
 from pointsman_lab.recipes import list_recipes, preset, recipe, recipes
 from pointsman_lab.registry import presets
 from pointsman_lab.training.config import RunConfig
@@ -21,6 +22,7 @@ def test_every_row_of_the_papers_tables_has_a_recipe_and_one_for_the_scripts() -
             assert config.seed == 1111
             assert RunConfig.from_json(config.to_json()) == config
     assert recipe("hyperrouter-enwik8-small", seed=3).model.seed == 3
+    assert "default: 0, of a recipe 1111" in parser().format_help()
 
 
 @pytest.mark.parametrize("data", ["enwik8", "wikitext103"])

@@ -35,7 +35,7 @@ def parser() -> Parser:
     flags.add("--router", "router spec (default: smoe, the recipe's, or the folder's)")
     told = "continue a Hugging Face model (Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE, Dots1, GLM-4-MoE; with "
     flags.add("--from HF_FOLDER", f"{told}--preset xmoe-base XLM-R)", dest="start_from")
-    flags.add("--seed S", "default: 0", type=whole(0))
+    flags.add("--seed S", "default: 0, of a recipe 1111", type=whole(0))
     flags.add("--checkpoint-every N", "steps between checkpoints", type=whole(1))
     flags.add("--resume", "continue from the last valid checkpoint", action="store_true")
     add_run_flags(flags)
