@@ -57,6 +57,7 @@ def test_figures_at_two_experts_count(tmp_path: Path) -> None:
     assert results(tmp_path) == {"both": {"smoe": -two}, "other": {"smoe": pytest.approx(-(one + four) / 2)}}
 
 
+@pytest.mark.slow
 def test_figures_of_trained_models_are_found() -> None:
     found = results(ROOT / "records")
     assert found["enwik8-tiny"]["smoe"] < 0

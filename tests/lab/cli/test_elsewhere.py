@@ -455,6 +455,7 @@ def test_a_run_of_somebody_else_imports_nothing(file: Path, tmp_path: Path, monk
     imports.import_recorded("smoe|mine", ["my_nowhere"])
 
 
+@pytest.mark.slow
 def test_a_worker_imports_nothing_of_somebody_elses_either(
     tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

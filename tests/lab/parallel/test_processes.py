@@ -89,6 +89,7 @@ def test_torchrun_starts_training_only(
     assert not capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_mistakes_of_the_ranks_are_one_line(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine").touch()

@@ -211,7 +211,7 @@ def test_each_row_gets_its_settings(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert before == {file: file.stat().st_mtime_ns for file in tmp_path.rglob("evaluation.json")}
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize("jobs", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_a_choice_that_diverges_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str], jobs: str) -> None:
     text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_text(TEXT)
