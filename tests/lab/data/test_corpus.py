@@ -201,6 +201,19 @@ def test_what_is_not_there(tmp_path: Path, cache: Path) -> None:
         load_corpus(str(tmp_path / "pipe"), cache_dir=cache)
 
 
+@pytest.mark.parametrize("name", [".", "./", "./mine.txt", "../here", "../here/mine.txt"])
+def test_a_path_from_the_current_folder_is_read_there(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    write(tmp_path / "data" / "mine.txt", "d" * 500)
+    write(tmp_path / "here" / "mine.txt", "h" * 500)
+    write(cache / "downloads" / "mine.txt", "c" * 500)
+    monkeypatch.chdir(tmp_path / "here")
+    for folder in (None, tmp_path / "data"):
+        assert text_of(load_corpus(name, data_dir=folder, cache_dir=cache), "test") == b"h" * 25
+    assert text_of(load_corpus("mine.txt", data_dir=tmp_path / "data", cache_dir=cache), "test") == b"d" * 25
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="the administrator may read everything")
 def test_no_permission(tmp_path: Path, cache: Path) -> None:
     path = write(tmp_path / "secret.txt")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pointsman._errors import RunError
+from pointsman_lab.finetuning import Finetuning
 from pointsman_lab.tasks.classification.data import load_task, parse_task
 
 ROWS = [("good film", "pos"), ("bad film", "neg"), ("fine, really", "pos"), ('a "dull" one', "neg")]
@@ -56,6 +57,19 @@ def test_packed_files_and_named_columns(tmp_path: Path) -> None:
 def test_a_folder_without_a_test_part_reports_dev(tmp_path: Path) -> None:
     task = load_task(str(folder_of(tmp_path, train__csv=csv_text(ROWS), val__csv=csv_text(ROWS))))
     assert (task.reported, task.watched) == ("dev", "dev")
+
+
+@pytest.mark.parametrize(("name", "called"), [(".", "here"), ("..", "texts"), ("../here/", "here")])
+def test_a_path_from_the_current_folder_is_read_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, called: str
+) -> None:
+    for place, rows in (("data/texts/here", ROWS[::-1]), ("texts/here", ROWS), ("texts", ROWS)):
+        (tmp_path / place).mkdir(parents=True, exist_ok=True)
+        folder_of(tmp_path / place, train__csv=csv_text(rows), test__csv=csv_text(rows))
+    monkeypatch.chdir(tmp_path / "texts" / "here")
+    task = load_task(name, data_dir=tmp_path / "data" / "texts")
+    assert (task.name, task.splits["test"].texts) == (called, tuple(text for text, _ in ROWS))
+    assert Finetuning(name).variant == called  # the run's folder
 
 
 def test_numeric_labels_are_in_order_of_value(tmp_path: Path) -> None:

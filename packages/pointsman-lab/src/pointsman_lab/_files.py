@@ -10,7 +10,7 @@ import atexit
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -41,6 +41,12 @@ def user_cache_folder() -> Path:
 def user_path(name: str) -> Path:
     """A path as the user wrote it: `~` is a home folder if there is one of that name, else it stays."""
     return Path(os.path.expanduser(name))
+
+
+def places_of(name: str, folders: Iterable[Path]) -> list[Path]:
+    """Where what the user names may lie: below these folders or here; ".", ".." and what starts with them is here."""
+    below = () if name.split(os.sep)[0] in (".", "..") else (folder / name for folder in folders)
+    return [*below, user_path(name)]
 
 
 def within(root: Path, *names: str) -> Path:

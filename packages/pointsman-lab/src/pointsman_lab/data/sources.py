@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 from pointsman._errors import RunError
-from pointsman_lab._files import open_named, user_path
+from pointsman_lab._files import open_named, places_of
 from pointsman_lab.data.catalog import CORPORA, SPLITS, DataSpec, Level, percent, unknown_data
 from pointsman_lab.data.reading import Span, align, reading
 
@@ -78,7 +78,7 @@ def local_source(spec: DataSpec, folders: Sequence[Path], vocabulary_level: Leve
         places = [place for folder in folders for place in (folder / spec.name, folder)]
         found = (_whole(spec.name, place, forced) or _in_parts(spec.name, place, forced) for place in places)
         return next((source for source in found if source), None)
-    for path in [*(folder / spec.name for folder in folders), user_path(spec.name)]:
+    for path in places_of(spec.name, folders):
         with reading(path):
             if path.exists():
                 return _folder(path, forced) if path.is_dir() else _file(path, forced)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -122,7 +123,7 @@ def open_run(
     if about is None or about.get("format") != FORMAT:
         raise RunError(f"{path} is no fine-tuned run: it has no whole {FINETUNE}")
     settings = _settings_of(about)
-    name = settings.kind.path(settings.task).rstrip("/").rpartition("/")[2]
+    name = os.path.basename(os.path.abspath(settings.kind.path(settings.task)))
     build = partial(settings.kind.model, name=name, classes=len(about["classes"]), settings=settings)
     return load_run(path, step=step, device=device, note=note, build=build, finetuning=about)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -113,7 +114,7 @@ class Finetuning:
     @property
     def variant(self) -> str:
         """A folder name: the task, and what differs from the defaults of dense fine-tuning."""
-        name = self.kind.path(self.task).rstrip("/").rpartition("/")[2]
+        name = os.path.basename(os.path.abspath(self.kind.path(self.task)))  # also of "." and ".."
         words = ["".join(letter if letter.isalnum() or letter in "-_.=" else "_" for letter in name)]
         if self.train_top_k not in (None, self.defaults.train_top_k):
             assert self.train_top_k is not None

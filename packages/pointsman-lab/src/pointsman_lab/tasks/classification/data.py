@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman_lab._files import user_path
+from pointsman_lab._files import places_of
 from pointsman_lab.data.catalog import parse_options, percent
 from pointsman_lab.data.sources import PART_STEMS
 from pointsman_lab.tasks.classification.files import Columns, LabelledText, format_of, read_labelled
@@ -134,7 +134,7 @@ def find_task(spec: str, *, data_dir: Path | None = None) -> Path | None:
         if columns != Columns():
             raise RunError(f"task {spec!r}: text= and label= name the columns of files; {name} has its own")
         return None
-    for path in [*([data_dir / name] if data_dir else []), user_path(name)]:
+    for path in places_of(name, [data_dir] if data_dir else []):
         if path.exists():
             return path
     if "/" in name or "." in name:

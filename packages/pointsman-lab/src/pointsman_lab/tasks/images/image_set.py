@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman_lab._files import parse_json, read_ordinary, user_path
+from pointsman_lab._files import parse_json, places_of, read_ordinary
 from pointsman_lab.data.catalog import SPLITS, parse_options
 from pointsman_lab.data.reading import reading
 from pointsman_lab.data.vocabulary import Symbols
@@ -89,7 +89,7 @@ def load_images(spec: str, *, data_dir: Path | None = None) -> ImageSet:
     text, size = _parse(spec)
     path = _find(text, data_dir)
     layout = open_layout(path)
-    name = text if text in IMAGE_SETS else path.name.split(".")[0]
+    name = text if text in IMAGE_SETS else Path(os.path.abspath(path)).name.split(".")[0]
     parts, note = _assign(layout)
     _check_parts(parts, layout, str(path), note)
     side = size or next(iter(parts.values())).load(0).shape[0]
@@ -113,9 +113,9 @@ def _parse(spec: str) -> tuple[str, int | None]:
 
 def _find(name: str, data_dir: Path | None) -> Path:
     """Where the images lie."""
-    names = _FOLDERS.get(name, (name,))
-    places = [data_dir / folder for folder in names] if data_dir else []
-    for place in [*places, user_path(name)]:
+    folders = [data_dir] if data_dir else []
+    known = [folder / one for folder in folders for one in _FOLDERS.get(name, ())]
+    for place in [*known, *places_of(name, folders)]:
         if place.exists():
             return place
     where = f" under {data_dir}" if data_dir else " (POINTSMAN_DATA is not set)"
