@@ -392,6 +392,20 @@ def test_deterministic_takes_the_plain_path(settings: Settings, run: Callable[..
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [({"train": 300, "valid": 100}, "has no test split"), ({"train": 300, "valid": 10, "test": 100}, "has 10 tokens")],
+)
+def test_data_that_the_end_cannot_use_are_refused_before_the_training(
+    settings: Settings, tmp_path: Path, files: dict[str, int], message: str
+) -> None:
+    for name, size in files.items():
+        (tmp_path / f"{name}.txt").write_text("a b " * (size // 4) + "c" * (size % 4))
+    with pytest.raises(RunError, match=message):
+        train(settings(data=str(tmp_path)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_data_that_have_changed_are_refused(
     settings: Settings, run: Callable[..., TrainResult], corpus: Corpus
 ) -> None:

@@ -99,8 +99,9 @@ def train(
     versions = {f"version of {name}": of for name, of in environment({})["packages"].items()}
     here = {"layout": str(layout), "out": str(out), "resume": resume, "data": task.fingerprint}
     ranks.agree({**flat(config.to_dict()), **here, **versions}, "the settings")
-    # before anything is written: checks all settings
+    # before anything is written: checks all settings, and data that the end needs
     check_kernels(config, torch.device(device))
+    task.check(config)
     state = TrainingState(config, task, torch.device(device), ranks=ranks, layout=layout)
     _check_choice(config, task, ranks)
     watch = RoutingMonitor(state.model, config.observe_every, config.seed) if state.sparse else None
