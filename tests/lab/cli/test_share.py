@@ -90,6 +90,22 @@ def test_an_opening_that_was_killed_goes_on(capsys: pytest.CaptureFixture[str]) 
     assert "it exists and is not empty" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ("enwik8:newlines=drop", "docs/data.md says where enwik8:newlines=drop comes from"),
+        ("xtreme-text:languages=de+en", "docs/data.md says where xtreme-text:languages=de+en comes from"),
+        ("texts/mine", "name yours with --data"),
+        ("multilingual:mine", "name yours with --data"),
+    ],
+)
+def test_the_docs_are_named_for_public_data_alone(capsys: pytest.CaptureFixture[str], data: str, told: str) -> None:
+    change(write_run(Path("run")) / "config.json", data=data)
+    assert main(["share", "run"]) == 0
+    assert main(["open", "run.pointsman", "--out", "theirs"]) == 0
+    assert f"they are not in the file: {told}\n" in capsys.readouterr().out
+
+
 def test_source_and_data_of_the_sender(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

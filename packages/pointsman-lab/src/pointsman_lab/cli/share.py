@@ -13,7 +13,8 @@ from pointsman_lab._files import read_text
 from pointsman_lab._values import printable
 from pointsman_lab.cli.options import Parser
 from pointsman_lab.cli.runs import write_page
-from pointsman_lab.registry import entries
+from pointsman_lab.data.catalog import CORPORA
+from pointsman_lab.registry import entries, presets
 from pointsman_lab.runs.comparison import read, read_comparison
 from pointsman_lab.runs.imports import names_in
 from pointsman_lab.runs.paths import COMPARISON
@@ -133,5 +134,7 @@ def told_of_data(data: Mapping[str, Any]) -> None:
     size = f", {data['bytes']:,} bytes, sha256 {data['sha256']}" if "sha256" in data else ""
     mark = f", fingerprint {data['fingerprint']}" if data.get("fingerprint") else ""
     print(printable(f"data: {data.get('about') or data['name']}{size}{mark}"))
-    known = f"docs/data.md says where {data['name']} comes from" if "sha256" not in data else "name yours with --data"
+    public = {*CORPORA, *(str(of.get("data", "")).partition(":")[0] for of in presets().values())}
+    found = data["name"].partition(":")[0] in public and "sha256" not in data
+    known = f"docs/data.md says where {data['name']} comes from" if found else "name yours with --data"
     print(printable(f"they are not in the file: {known}"))
