@@ -116,7 +116,9 @@ def test_an_evaluation_counts_each_text_alone_and_no_padding(run: Path, task: st
     assert result["routers"][layer]["load"] == pytest.approx((load / load.sum()).tolist(), abs=1e-3)
 
 
-def test_a_saved_classifier_is_opened_as_it_was(run: Path, task: str, tmp_path: Path) -> None:
+def test_a_saved_classifier_is_opened_as_it_was(
+    run: Path, task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     record = finetune(run, Finetuning(task, steps=3, settings=FAST), out=tmp_path).evaluation
     saved = open_run(tmp_path)
     assert (saved.step, saved.finetuning["classes"]) == (3, ["neg", "pos"])
@@ -132,6 +134,10 @@ def test_a_saved_classifier_is_opened_as_it_was(run: Path, task: str, tmp_path: 
     assert open_run(run).finetuning == {}
     with pytest.raises(RunError, match="is a fine-tuned run: give the pre-trained one"):
         finetune(tmp_path, Finetuning(task))
+    capsys.readouterr()
+    for words in (["export", str(tmp_path)], ["generate", str(tmp_path), "--prompt", "a"]):
+        assert main(words) == 2
+        assert capsys.readouterr().err == f"pointsman: {tmp_path} is a fine-tuned run: give the pre-trained one\n"
     (tmp_path / "finetune.json").write_text("{")
     with pytest.raises(RunError, match=r"has no whole finetune\.json"):
         open_run(tmp_path)

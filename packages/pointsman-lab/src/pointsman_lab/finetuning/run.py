@@ -64,8 +64,6 @@ def finetune(
         Interrupted: `stop` was set; the run has saved.
     """
     progress = progress or Quiet()
-    if (Path(run) / FINETUNE).exists():
-        raise RunError(f"{run} is a fine-tuned run: give the pre-trained one")
     pretrained = load_run(run, note=progress.note)
     if pretrained.step < pretrained.config.steps:
         progress.note(f"{run} has trained for {pretrained.step} of {pretrained.config.steps} steps: these are used")

@@ -17,7 +17,7 @@ from pointsman_lab.data.download import DataProgress
 from pointsman_lab.models.config import build_model
 from pointsman_lab.runs.checkpoints import open_checkpoint, whole_checkpoint
 from pointsman_lab.runs.comparison import read_plan, saved_runs
-from pointsman_lab.runs.paths import VOCABULARY, run_path
+from pointsman_lab.runs.paths import FINETUNE, VOCABULARY, run_path
 from pointsman_lab.training.checkpoint import fitting_model
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.directory import RunDirectory
@@ -101,10 +101,12 @@ def load_run(
         build: of a fine-tuned run (`finetuning.open_run`). finetuning: likewise.
 
     Raises:
-        RunError: it is no run directory, it has no whole checkpoint, or its vocabulary is damaged.
+        RunError: it is no run directory, a fine-tuned run's, has no whole checkpoint, or its vocabulary is damaged.
         CheckpointError: the checkpoint asked for is damaged or foreign.
     """
     directory = RunDirectory(path)
+    if not finetuning and (directory.path / FINETUNE).is_file():
+        raise RunError(f"{path} is a fine-tuned run: give the pre-trained one")
     config = directory.config()
     last = whole_checkpoint(directory.checkpoints, note) if step is None else None
     if last:
