@@ -149,10 +149,7 @@ def _folder(folder: Path, forced: Level | None) -> Source:
             return known
     walked = list(_walk(folder))
     files = [path for path in walked if path.suffix.lower() not in _PACKED and _is_text(path)]
-    if not files:
-        raise RunError(f"the folder {folder} holds no text file")
     name = folder.resolve().name
-    level = forced or ("word" if files[0].suffix == ".tokens" else "byte")
     parts: dict[str, Path] = {}
     for path in files:
         split = PART_STEMS.get(path.stem.lower()) if path.parent == folder else None
@@ -166,6 +163,9 @@ def _folder(folder: Path, forced: Level | None) -> Source:
         if path.parent == folder and split and split not in parts:
             told = "compressed: decompress it first" if packed else "empty or not text: remove or rename it"
             raise RunError(f"{path}, the {split} part by its name, is {told}")
+    if not files:
+        raise RunError(f"the folder {folder} holds no text file")
+    level = forced or ("word" if files[0].suffix == ".tokens" else "byte")
     if "train" in parts or {"valid", "test"} <= parts.keys():
         spans = {split: (_whole_span(parts[split]),) for split in SPLITS if split in parts}
         return Source(name, level, spans, "its own parts: " + ", ".join(parts[split].name for split in spans))
