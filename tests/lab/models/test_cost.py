@@ -59,6 +59,12 @@ def test_flops_of_the_small_model():
     assert f"{inference_flops(model, 0) / 1e10:.3f}" == "3.467"
 
 
+@pytest.mark.parametrize(("experts", "ks"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (12, [1, 2, 4, 8, 12])])
+def test_the_number_of_experts_is_the_last_k(experts, ks):
+    [row] = cost_table(replace(SMALL, num_experts=experts, top_k=1), ["smoe"])
+    assert list(row.flops) == ks
+
+
 @pytest.mark.parametrize(
     ("router", "same"),
     [

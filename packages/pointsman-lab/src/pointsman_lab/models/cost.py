@@ -184,8 +184,8 @@ def cost_row(config: ModelConfig, top_k: Iterable[int], protocol: Protocol = PAP
 
 
 def cost_table(config: ModelConfig, specs: Sequence[str], protocol: Protocol = PAPERS) -> list[CostRow]:
-    """The costs of one shape with each router, for k = 1, 2, 4 … up to the number of experts."""
-    ks = [2**power for power in range(config.num_experts.bit_length()) if 2**power <= config.num_experts]
+    """The costs of one shape with each router, for k = 1, 2, 4 … and the number of experts."""
+    ks = [*(2**power for power in range((config.num_experts - 1).bit_length())), config.num_experts]
     return [cost_row(replace(config, router=spec), ks, protocol) for spec in specs]
 
 
