@@ -235,6 +235,7 @@ def test_blocks_are_cached_and_a_damaged_cache_is_made_anew(
     [
         ({"data": "stdlib"}, "multilingual:PATH or xtreme-text"),
         ({"data": "multilingual:/nowhere"}, "there is no folder /nowhere"),
+        ({"data": "multilingual:"}, "a masked language model reads multilingual:PATH or xtreme-text"),
         ({"mask_rate": "0"}, "mask_rate=0"),
         ({"mask_rate": "2"}, "allowed are numbers from 0 to 1"),
         ({"random_share": "0.5"}, "mask_token_share 0.8 and random_share 0.5 are above 1 together"),
@@ -267,7 +268,9 @@ def test_a_file_that_is_no_text_of_a_language_is_named(name: str, tmp_path: Path
         ("languages=en:languages=de", "languages is given twice"),
     ],
 )  # fmt: skip
-def test_options_of_a_text(option: str, words: str, folder: Path) -> None:
+def test_options_of_a_text(option: str, words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    assert texts.read_text("multilingual:.").name == folder.name
     with pytest.raises(RunError, match=words):
         texts.read_text(f"multilingual:{folder}:{option}")
 

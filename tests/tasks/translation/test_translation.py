@@ -228,7 +228,7 @@ def test_targets_are_inputs_one_step_later(settings: Callable[..., RunConfig]) -
     ("spec", "words"),
     [
         ("multi30k", "set POINTSMAN_DATA"),
-        ("stdlib", "a translation model reads"),
+        ("stdlib", "a translation model reads multi30k, parallel:PATH or wmt:FOLDER; allowed"),
         ("parallel:FOLDER:from=cs", "has no train.cs"),
         ("parallel:FOLDER:from=en", "other languages than the target"),
         ("parallel:FOLDER:form=de", "option 'form'"),
@@ -240,6 +240,11 @@ def test_what_is_refused(folder: Path, spec: str, words: str, monkeypatch: pytes
     monkeypatch.delenv("POINTSMAN_DATA", raising=False)
     with pytest.raises(RunError, match=words):
         open_parallel(spec.replace("FOLDER", str(folder)))
+
+
+def test_the_current_folder_has_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    assert open_parallel("parallel:.:from=de").name == f"{folder.name}:from=de:to=en"
 
 
 def test_pairs_that_are_cut_are_counted(

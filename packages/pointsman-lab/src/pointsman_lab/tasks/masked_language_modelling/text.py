@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import re
 import sys
 import unicodedata
@@ -58,14 +59,14 @@ def read_text(spec: str, data_dir: Path | None = None) -> MultilingualText:
 def _parsed(spec: str, data_dir: Path | None) -> tuple[str, Path, tuple[str, ...]]:
     """(kind, folder of its files, languages); refuses a spec that names no multilingual text, without reading it."""
     body, *options = _OPTION.split(spec)
-    kind, colon, path = body.partition(":")
+    kind, _, path = body.partition(":")
     chosen = parse_options(f"data {spec!r}", options, {"languages": ()})
     wanted = tuple(chosen["languages"].split("+")) if chosen else ()
     if body == "xtreme-text":
         if data_dir is None or not data_dir.is_dir():
             raise RunError("xtreme-text is made from the tasks in the data folder: set POINTSMAN_DATA")
         return kind, data_dir, wanted
-    if kind != "multilingual" or not colon:
+    if kind != "multilingual" or not path:
         raise RunError(
             f"data {spec!r}: a masked language model reads multilingual:PATH or xtreme-text; "
             f"{did_you_mean(kind, ['multilingual', 'xtreme-text'])}"
@@ -96,7 +97,7 @@ def _folder(folder: Path) -> MultilingualText:
         for language, sentences in of.items():
             if not any(sentences):
                 raise RunError(f"{folder}: the language {language!r} has no {part}")
-    return MultilingualText(folder.name, train, valid)
+    return MultilingualText(os.path.basename(os.path.abspath(folder)), train, valid)
 
 
 def _sentences(file: Path) -> tuple[str, ...]:

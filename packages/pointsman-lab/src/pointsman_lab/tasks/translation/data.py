@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -70,15 +71,15 @@ def open_parallel(spec: str) -> ParallelText:
     """Reads `multi30k[:from=de+fr][:to=en]`, `parallel:PATH:from=de:to=en` or `wmt:FOLDER[:from=fr+cs][:to=en]`."""
     name, *options = spec.split(":")
     if name in ("parallel", "wmt") and options and "=" not in options[0]:
-        folder, *options = options
-        root = user_path(folder)
+        root, options = user_path(options[0]), options[1:]
     elif name == "multi30k":
         if (data_dir := data_folder()) is None:
             raise RunError("multi30k lies in the data folder: set POINTSMAN_DATA")
-        root, folder = data_dir / "multi30k", name
+        root = data_dir / "multi30k"
     else:
         raise RunError(
-            f"data {spec!r}: a translation model reads {did_you_mean(name, ['multi30k', 'parallel', 'wmt'])}"
+            f"data {spec!r}: a translation model reads multi30k, parallel:PATH or wmt:FOLDER; "
+            f"{did_you_mean(name, ['multi30k', 'parallel', 'wmt'])}"
         )
     usual = {"from": "de+fr+cs" if name == "multi30k" else "", "to": "en"}
     chosen = usual | parse_options(f"data {spec!r}", options, dict.fromkeys(usual, ()))
@@ -94,7 +95,7 @@ def open_parallel(spec: str) -> ParallelText:
         part: {language: _pairs(root, stem, language, chosen["to"], part) for language in sources}
         for part, stem in stems.items()
     }
-    return ParallelText(f"{Path(folder).name}:from={'+'.join(sources)}:to={chosen['to']}", chosen["to"], parts)
+    return ParallelText(f"{_name(root)}:from={'+'.join(sources)}:to={chosen['to']}", chosen["to"], parts)
 
 
 _WMT = re.compile(
@@ -131,10 +132,14 @@ def _wmt(root: Path, sources: list[str], target: str) -> ParallelText:
         notes[language] = f"{notes.get(language, '')}test {stems[language]['test']}"
     if not sources:
         raise RunError(f"{root} has no text into {target}: {_NAMES['train'].format('fr', target)} is expected")
-    return ParallelText(f"{root.name}:from={'+'.join(sources)}:to={target}", target, parts, notes)
+    return ParallelText(f"{_name(root)}:from={'+'.join(sources)}:to={target}", target, parts, notes)
 
 
 _NAMES = {"train": "train.{0}-{1}.{0}", "valid": "valid.{0}-{1}.{0}", "test": "newstest2014.{0}-{1}.{0}"}
+
+
+def _name(folder: Path) -> str:
+    return os.path.basename(os.path.abspath(folder))  # also of "." and ".."
 
 
 def _test_stem(root: Path, language: str) -> str:
