@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,10 @@ def named_routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
 
     A router in a Hugging Face model (`hf.replace_routers`) has the name of its block, as in `record_routing`.
     """
-    inside = {id(module.router) for module in model.modules() if isinstance(module, MoE)}
+    inside = {id(part) for module in model.modules() if isinstance(module, MoE) for part in module.router.modules()}
     for name, module in model.named_modules():
         if isinstance(module, MoE):
-            yield name, module.router
+            yield name, cast(Any, module.router.gather).__self__  # the one that runs, in a wrapper (PEFT) or not
         elif isinstance(module, Router) and id(module) not in inside:
             gate, _, own = name.rpartition(".")
             yield gate.rpartition(".")[0] if own == "pointsman" else name, module  # in a gate of transformers
@@ -48,7 +48,7 @@ def routers_by_layer(model: nn.Module) -> dict[str, Router]:
 
 
 def _routers(model: nn.Module) -> list[Router]:
-    found = [router for _, router in named_routers(model)]
+    found = [module for module in model.modules() if isinstance(module, Router)]
     if not found:
         raise ValueError(f"{type(model).__name__} has no MoE layer and no router in it")
     return found
