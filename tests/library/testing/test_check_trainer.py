@@ -51,6 +51,25 @@ def test_a_step_of_your_own() -> None:
     assert (precision.holds, precision.told) == (None, "the step takes no bf16")
 
 
+def two_optimizers(model: Any, batches: Sequence[Batch], max_norm: float | None = None) -> None:
+    gates = [parameter for name, parameter in model.named_parameters() if "gate.weight" in name]
+    others = [parameter for name, parameter in model.named_parameters() if "gate.weight" not in name]
+    optimizers = [torch.optim.SGD(parameters, 0.1) for parameters in (others, gates)]
+    for batch in batches:
+        (model(**batch).loss / len(batches)).backward()
+    if max_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    for optimizer in optimizers:
+        optimizer.step()
+    model.zero_grad()
+
+
+def test_gradients_of_several_optimizers_are_read() -> None:
+    pytest.importorskip("transformers")
+    asked = ["accumulation", "clip norm"]
+    assert [one.holds for one in check_trainer(two_optimizers, "pointsman", asked)] == [True] * 2
+
+
 def test_what_is_unknown_is_refused() -> None:
     cases: tuple[tuple[Any, tuple[str, ...], str], ...] = (
         ("trainer", (), "allowed: a function, FILE.py:function"),

@@ -154,17 +154,16 @@ def packed(ids: Tensor) -> Batch:
 
 @contextmanager
 def gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Inside: the parameters' gradients in float64 as the first optimizer step of the model has them."""
+    """Inside: each parameter's gradient in float64 as the first step of its optimizer has it."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, Tensor] = {}
 
     def keep(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if found:
-            return
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) in names and parameter.grad is not None:
-                    found[names[id(parameter)]] = parameter.grad.detach().double().clone()
+                name = names.get(id(parameter))
+                if name is not None and name not in found and parameter.grad is not None:
+                    found[name] = parameter.grad.detach().double().clone()
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not any(callable(one) for one in (*args[1:], *kwargs.values())):  # a closure makes the gradients in the step
