@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import sys
+import threading
 import warnings
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pointsman
 from pointsman import MoE
+from pointsman.delivery import LossDelivery
 
 ROUTER = "smoe:balance=0.1:z_loss=0.01"
 
@@ -251,3 +254,20 @@ def test_the_scale_of_attached_losses_survives_a_loader_that_knows_no_buffers() 
     model(data()).square().mean().backward()
     for own, expected in zip(gradients(model), attached(), strict=True):
         torch.testing.assert_close(own, expected)
+
+
+def test_layers_may_be_made_in_one_thread_while_another_steps() -> None:
+    kept = [LossDelivery(False) for _ in range(300)]
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
+    optimizer.step()
+    maker = threading.Thread(target=lambda: [LossDelivery(False) for _ in range(3000)])
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        maker.start()
+        while maker.is_alive():
+            optimizer.step()
+    finally:
+        sys.setswitchinterval(interval)
+        maker.join()
+    assert kept

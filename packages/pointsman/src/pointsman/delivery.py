@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
-from weakref import WeakSet, ref
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ Gather = Callable[[Mapping[str, Tensor]], None]
 
 ATTACK = 100
 """So many backward passes without an optimizer's step may be those of an attack on the inputs, and are no mistake."""
-_collecting: WeakSet[LossDelivery] = WeakSet()
+_collecting: WeakValueDictionary[int, LossDelivery] = WeakValueDictionary()  # a WeakSet is for one thread
 
 
 class LossDelivery(nn.Module):
@@ -52,14 +52,14 @@ class LossDelivery(nn.Module):
         self._without_gradients = False
         self._lost = 0  # backward passes since the last `take` that went past losses which nobody had taken
         self._steps = 0  # optimizer steps with such losses
-        _collecting.add(self)
+        _collecting[id(self)] = self
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": [], "_compiled": None}  # of this layer's graphs, not of a copy's
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        _collecting.add(self)
+        _collecting[id(self)] = self
 
     def deliver(
         self, output: Tensor, losses: Mapping[str, Tensor], statistics: Mapping[str, Tensor], gather: Gather
@@ -126,7 +126,7 @@ class LossDelivery(nn.Module):
     def _warn_of_lost(self) -> None:
         if self._warned:
             return
-        for other in list(_collecting):
+        for other in _every():
             other._warned = other._warned or bool(other._lost or other._compiled)  # of the same model: one warning
         self._warned = True
         warnings.warn(
@@ -154,8 +154,12 @@ class LossDelivery(nn.Module):
         )
 
 
+def _every() -> list[LossDelivery]:
+    return [one for kept in _collecting.valuerefs() if (one := kept()) is not None]
+
+
 def _after_step(*_: Any) -> None:
-    for one in list(_collecting):
+    for one in _every():
         one.step()
 
 

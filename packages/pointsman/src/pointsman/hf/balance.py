@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from typing import Any, Literal
-from weakref import WeakSet, ref
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ OWN = ("router_aux_loss_coef", "aux_loss_coef")
 """What the classes call the coefficient of their own loss."""
 ASKED = "output_router_logits"
 IGNORED = -100
-_balanced: WeakSet[nn.Module] = WeakSet()
+_balanced: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 _watching: list[Any] = []
 
 
@@ -190,7 +190,7 @@ class _Watched:
         self.pending: list[Tensor] = []
         self.reached: bool | None = None
         self.counts: dict[str, Tensor] = {}
-        _balanced.add(home)
+        _balanced[id(home)] = home
         if not _watching:
             _watching.append(register_optimizer_step_post_hook(_after_step))
 
@@ -296,6 +296,7 @@ def moved(model: nn.Module) -> None:
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for home in list(_balanced):
-        if any(id(parameter) in own for parameter in home.parameters()):
+    for kept in _balanced.valuerefs():
+        home = kept()
+        if home is not None and any(id(parameter) in own for parameter in home.parameters()):
             moved(home)

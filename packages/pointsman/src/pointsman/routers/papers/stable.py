@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any, Literal, cast
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -110,9 +110,9 @@ class TwoStageScorer(ByTokenIds):
         if self.steps.is_meta:
             return
         parts, own = (self.token, self.light), list(cast(Scorer, self.gate).parameters())
-        _in_stage_two.discard(self)
+        _in_stage_two.pop(id(self), None)
         if int(self.steps) >= self.stage_one:
-            _in_stage_two.add(self)
+            _in_stage_two[id(self)] = self
             for parameter in parts:
                 parameter.grad = None
                 if not self.stage_one or every_rank() is ALONE:  # DDP waits for what trained when it was made: zeros
@@ -132,12 +132,13 @@ class TwoStageScorer(ByTokenIds):
         self._freeze_light()
 
 
-_in_stage_two: WeakSet[TwoStageScorer] = WeakSet()
+_in_stage_two: WeakValueDictionary[int, TwoStageScorer] = WeakValueDictionary()
 
 
 def _hold(*_: Any) -> None:
-    for one in list(_in_stage_two):  # momentum and weight decay would move them
-        one.token.grad = one.light.grad = None
+    for kept in _in_stage_two.valuerefs():
+        if (one := kept()) is not None:  # momentum and weight decay would move them
+            one.token.grad = one.light.grad = None
 
 
 register_optimizer_step_pre_hook(_hold)
