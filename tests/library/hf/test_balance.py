@@ -429,6 +429,23 @@ def test_the_bias_of_a_copy_moves(kind: str, copied: str, tmp_path: Path) -> Non
     assert moved == [False] * (len(moved) // 2) + [True] * (len(moved) // 2)
 
 
+def test_the_bias_moves_after_a_backward_in_which_optimizers_step() -> None:
+    """Optimizers of single parameters step in the backward; checkpointing has yet to choose experts as before."""
+    found = []
+    for inside in (False, True):
+        model = hf.balance(zoo.tiny_model("deepseek_v3").train(), 8.0, how="bias")  # other experts after one step
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        one = {parameter: torch.optim.SGD([parameter], 0.1) for parameter in model.parameters()}
+        for parameter in model.parameters() if inside else ():
+            parameter.register_post_accumulate_grad_hook(lambda parameter, one=one: one[parameter].step())
+        model(IDS, labels=IDS).loss.backward()
+        for optimizer in () if inside else one.values():
+            optimizer.step()
+        found.append({**model.state_dict()})
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
+
+
 def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match="no gate next to experts"):
         hf.balance(zoo.tiny_model("llama"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import partial
 from typing import Any, Literal
 from weakref import WeakValueDictionary, ref
 
@@ -298,5 +299,9 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for kept in _balanced.valuerefs():
         home = kept()
-        if home is not None and any(id(parameter) in own for parameter in home.parameters()):
+        if home is None or not any(id(parameter) in own for parameter in home.parameters()):
+            continue
+        if in_backward():  # an optimizer for each parameter: checkpointing has yet to choose as it did
+            torch.autograd.Variable._execution_engine.queue_callback(partial(moved, home))
+        else:
             moved(home)
