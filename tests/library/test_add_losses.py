@@ -256,6 +256,21 @@ def test_the_scale_of_attached_losses_survives_a_loader_that_knows_no_buffers() 
         torch.testing.assert_close(own, expected)
 
 
+def test_a_step_of_another_model_through_these_layers_warns_of_nothing() -> None:
+    """A critic's losses are its own step's: in that of the actor or generator nobody takes them."""
+    critic, actor = Model(), nn.Linear(8, 8)
+    first, second = (torch.optim.SGD(one.parameters(), 0.1) for one in (critic, actor))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            pointsman.add_losses(critic(data()).square().mean(), critic).backward()
+            first.step()
+            for _ in range(3):
+                critic(actor(data())).mean().backward()
+                second.step()
+    assert [len(steps(critic)) for _ in range(40)].count(1) == 1  # too many steps for another model's
+
+
 def test_layers_may_be_made_in_one_thread_while_another_steps() -> None:
     kept = [LossDelivery(False) for _ in range(300)]
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)

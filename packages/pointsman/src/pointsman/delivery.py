@@ -52,6 +52,7 @@ class LossDelivery(nn.Module):
         self._without_gradients = False
         self._lost = 0  # backward passes since the last `take` that went past losses which nobody had taken
         self._steps = 0  # optimizer steps with such losses
+        self._patience = 0  # so many of these may be another model's, in a loop that took losses before
         _collecting[id(self)] = self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -94,7 +95,7 @@ class LossDelivery(nn.Module):
         if torch.compiler.is_compiling():
             self._compiled = kept  # the graph's nodes are not Python's: the last forward's are kept
             return None
-        if self._steps or self._lost > ATTACK:
+        if self._steps > self._patience or self._lost > ATTACK:
             self._warn_of_lost()
         kept.home = self
         self._kept = [one for one in self._kept if one() is not None] + [ref(kept)]
@@ -111,6 +112,7 @@ class LossDelivery(nn.Module):
                              "activation checkpointing needs use_reentrant=False, and a part that does not train "
                              "eval()")  # fmt: skip
         self._kept, self._compiled, self._without_gradients, self._lost, self._steps = [], None, False, 0, 0
+        self._patience = ATTACK if found else self._patience
         losses = [loss for kept in found for loss in kept.losses]
         for kept in found:
             kept.losses = ()
@@ -120,7 +122,7 @@ class LossDelivery(nn.Module):
         """An optimizer's step: the second with losses that nobody took warns."""
         if self._lost or self._compiled is not None:
             self._steps += 1
-            if self._steps > 1:
+            if self._steps > 1 + self._patience:
                 self._warn_of_lost()
 
     def _warn_of_lost(self) -> None:
