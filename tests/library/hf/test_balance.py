@@ -446,6 +446,22 @@ def test_the_bias_moves_after_a_backward_in_which_optimizers_step() -> None:
         assert torch.equal(value, found[1][name]), name
 
 
+def test_a_loss_function_for_trainer_counts_it_by_the_share_of_tokens() -> None:
+    """The one on the page: Trainer divides by the tokens of the step, and what the function returns by nothing."""
+    page = (Path(__file__).parents[3] / "docs" / "own-training-loop.md").read_text(encoding="utf-8")
+    code = page[page.index("def compute_loss(") :].partition("\n\n")[0]
+    wanted, model = hf.balance(mixtral(), 1.0), hf.balance(mixtral(), 1.0)
+    scope: dict[str, Any] = {"torch": torch, "pointsman": pointsman, "model": model}
+    exec(code, scope)
+    labels = IDS.clone()
+    labels[0, 4:] = -100
+    items = (labels[:, 1:] != -100).sum()
+    for part in (slice(0, 1), slice(1, 4)):
+        wanted(IDS[part], labels=labels[part], num_items_in_batch=items).loss.backward()
+        scope["compute_loss"](model(IDS[part]), labels[part], num_items_in_batch=items).backward()
+    torch.testing.assert_close(gate_gradients(model), gate_gradients(wanted), rtol=1e-4, atol=1e-7)
+
+
 def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match="no gate next to experts"):
         hf.balance(zoo.tiny_model("llama"))
