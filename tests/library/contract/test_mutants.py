@@ -99,6 +99,17 @@ class Halved(LinearScorer):
         self.weight.div_(2)
 
 
+class Hidden(LinearScorer):
+    """A random map that is neither parameter nor buffer: nothing saves it."""
+
+    def __init__(self, layer: LayerSpec) -> None:
+        super().__init__(layer.dim, layer.num_experts)
+        self.rows = [torch.randn(layer.num_experts) for _ in range(layer.dim)]
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
+        return super().forward(hidden, context) + hidden @ torch.stack(self.rows).to(hidden.dtype)
+
+
 class Unsaved(LinearScorer):
     """A buffer that is not saved: a cache, which is right, or a state that a forward or an undeclared step moves."""
 
@@ -162,6 +173,7 @@ STAGES: dict[str, Callable[[LayerSpec], Stages]] = {
     "by place, of token ids": lambda layer: Stages(Changed(layer, by_place, needs=frozenset({"token_ids"}))),
     "reseeds": lambda layer: Stages(Changed(layer, seeded)),
     "of directions": lambda layer: Stages(Changed(layer, of_directions)),
+    "hides its weight": lambda layer: Stages(Hidden(layer)),
     "halves its weight": lambda layer: Stages(Halved(layer.dim, layer.num_experts)),
     "cache, not saved": lambda layer: Stages(Unsaved(layer, "cache")),
     "mean in training, not saved": lambda layer: Stages(Unsaved(layer, "forward")),
@@ -231,6 +243,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Case]:
         ("in the forward", steps.state_moves_where_declared),
         ("in evaluation", steps.state_moves_where_declared),
         ("halves its weight", steps.state_moves_where_declared),
+        ("hides its weight", routing.state_dict),
         ("mean in training, not saved", steps.state_moves_where_declared),
         ("mean of weights, not saved", steps.state_moves_where_declared),
         ("closes over a parameter", steps.losses_of_their_own),

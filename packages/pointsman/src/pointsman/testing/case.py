@@ -35,9 +35,9 @@ class Case:
     length: int = 11
     must_show: bool = True
 
-    def router(self, **options: object) -> Router:
-        """A router of this spec, with the same weights at every call."""
-        torch.manual_seed(1)
+    def router(self, *, seed: int = 1, **options: object) -> Router:
+        """A router of this spec, with the same weights at every call with the same seed."""
+        torch.manual_seed(seed)
         return build_router(self.spec, dim=self.dim, num_experts=self.num_experts, vocab_size=VOCABULARY, **options)  # type: ignore[arg-type]
 
     def layer(self, **options: object) -> MoE:
