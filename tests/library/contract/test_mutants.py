@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pointsman.experts.cpu import products
 from pointsman.routers.frame import registry
 from pointsman.routers.frame.registry import LayerSpec
-from pointsman.routers.frame.stage_values import LossInput, Scores, Selection
+from pointsman.routers.frame.stage_values import LossInput, Scored, Scores, Selection
 from pointsman.routers.frame.stages import Loss, Selector, Stages
 from pointsman.routers.papers.topk import LinearScorer
 from pointsman.routing import RoutingContext
@@ -66,6 +66,15 @@ class Follows(Selector):
         taken = nn.functional.pad(taken, (0, 0, 1, 0))[:, :-1] * (k < probs.shape[-1])
         experts = (probs - 2 * taken).flatten(0, 1).topk(k).indices
         return Selection(experts, probs.flatten(0, 1).gather(1, experts))
+
+
+class Recurrent(LinearScorer):
+    """Carries the sum of a sequence's logits, [B, E], of which a model that keeps few positions would cut experts."""
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
+        sums = super().forward(hidden, context).cumsum(1)
+        sums = sums + (0 if context.past is None else context.past["sum"][:, None])
+        return Scored(sums, carry={"sum": sums[:, -1]} if sums.shape[1] else {})
 
 
 class Tied(Selector):
@@ -180,6 +189,7 @@ STAGES: dict[str, Callable[[LayerSpec], Stages]] = {
     "mean of weights, not saved": lambda layer: Stages(Unsaved(layer, "step")),
     "padding of others": lambda layer: Stages(Neighbours(layer.dim, layer.num_experts)),
     "follows the token before": lambda layer: Stages(LinearScorer(layer.dim, layer.num_experts), select=Follows()),
+    "carries no positions": lambda layer: Stages(Recurrent(layer.dim, layer.num_experts)),
     "all that tie": lambda layer: Stages(LinearScorer(layer.dim, layer.num_experts), select=Tied()),
 }
 
@@ -256,6 +266,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Case]:
         ("by place, of token ids", flags.batch_invariant_flag),
         ("reseeds", flags.stochastic_flag),
         ("follows the token before", flags.segments),
+        ("carries no positions", flags.segments),
         ("of directions", routing.shapes_and_sums),
         ("all that tie", routing.shapes_and_sums),
     ],

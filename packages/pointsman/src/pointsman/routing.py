@@ -85,7 +85,7 @@ class RoutingContext:
         padding_mask: [B, T] bool, True for a real token; None where all are real.
         token_ids: [B, T] int64.
         attention: the trace of the attention before the layer.
-        past: what `Routing.carry` of the earlier segment handed on.
+        past: what `Routing.carry` of the earlier segment handed on, of which a model keeps the newest rows.
         responses: asks all experts of the layer (`Responses`); the layer gives it to a router that asks.
         below: what `Routing.above` of the sparse layer below handed on: tensors [B, T, ...], with gradient.
     """
@@ -165,7 +165,7 @@ class Routing:
         probs: [B*T, E], the distribution that selection saw, after mixing.
         logits: [B*T, E], before normalisation and mixing.
         losses: name -> scalar, already weighted.
-        carry: what the router needs of these tokens later, for `RoutingContext.past`.
+        carry: tensors [B, S, ...] of the S tokens so far that later ones need, for `RoutingContext.past`.
         unmixed: [B*T, E], the distribution before mixing; `probs` itself without a mixer.
         statistics: what the router's stages sum over a step, by `stage.name`, detached.
         above: what the sparse layers above get as `RoutingContext.below`.

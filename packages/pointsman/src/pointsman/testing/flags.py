@@ -88,6 +88,10 @@ def segments(case: Case) -> None:
                 what = f"{name} of tokens {start} to {stop - 1}, routed after the earlier ones"
                 expect_close(one, expected, what, atol=1e-6, rtol=1e-5)
             past = part.carry
+            for name, one in (past or {}).items():  # of which models keep the newest positions
+                fits = one.dim() > 1 and one.shape[0] == case.batch and one.shape[1] <= stop
+                told = f"carry {name!r} after {stop} tokens is {list(one.shape)}, not [B, S, ...] of S tokens so far"
+                expect(fits, told)
 
 
 @torch.no_grad()

@@ -94,7 +94,7 @@ class Scored:
         extra: tensors that the selector or a loss of the same router reads.
         statistics: summed over a step by `Stage.gather`, detached.
         above: tensors [B, T, ...] for the sparse layers above (`RoutingContext.below`), with gradient.
-        carry: what the scorer needs of these tokens later (`RoutingContext.past`), beside what a mixer carries.
+        carry: what the scorer needs of these tokens later (`Routing.carry`), beside what a mixer carries.
     """
 
     logits: Tensor

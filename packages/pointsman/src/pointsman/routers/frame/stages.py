@@ -202,7 +202,7 @@ class Mixer(Stage):
     def forward(
         self, probs: Tensor, hidden: Tensor, context: RoutingContext
     ) -> tuple[Tensor, RouterState | None, Tensors]:
-        """Returns the mixed probabilities, the carry, and statistics for `gather`."""
+        """Returns the mixed probabilities, the carry (`Routing.carry`) or None, and statistics for `gather`."""
         raise NotImplementedError
 
 
