@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from pointsman import MoE, RoutingContext, build_router
 from pointsman.routers.frame import registry
 from pointsman.routers.frame.registry import LayerSpec
-from pointsman.routers.frame.stage_values import Loss
-from pointsman.routers.frame.stages import Normalizer, Stages
+from pointsman.routers.frame.stage_values import Loss, Scores
+from pointsman.routers.frame.stages import Normalizer, Selector, Stages, TopK
 from pointsman.routers.papers.topk import LinearScorer, linear_scores
 
 
@@ -95,6 +95,52 @@ def test_a_function_that_returns_no_stages_is_told(returned: Any, register: Call
     register("bare")(lambda layer: returned)
     with pytest.raises(ValueError, match=f"function of 'bare' returns a {type(returned).__name__}, not Stages"):
         build_router("bare", dim=8, num_experts=4)
+
+
+def test_an_option_without_a_default_is_refused_instead_of_built_with_none(register: Callable[..., Any]) -> None:
+    def bare(layer: LayerSpec, *, sharpness: float) -> Stages:
+        return linear_scores(layer)
+
+    with pytest.raises(ValueError, match="bare: option 'sharpness' needs a default, as in sharpness: float = "):
+        register("bare")(bare)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"score": LinearScorer}, r"Stages\(score=<class .*LinearScorer'>\) of 'bare' must be a Scorer\(…\)"),
+        ({"score": nn.Linear(8, 4)}, r"Stages\(score=Linear\(in_.*\) of 'bare' must be a Scorer\(…\)"),
+        ({"normalize": torch.softmax}, r"Stages\(normalize=<built-in .*\) of 'bare' must be a Normalizer\(…\)"),
+        ({"select": TopK}, r"Stages\(select=<class .*TopK'>\) of 'bare' must be a Selector\(…\)"),
+        ({"losses": {"own": (torch.sum, 1.0)}}, r"the loss 'own' must be Loss\(function, weight from 0\)"),
+        ({"losses": {"own": Loss(lambda _: torch.ones(()), -1.0)}}, r"the loss 'own' must be Loss\(function, w"),
+    ],
+)
+def test_stages_of_another_kind_are_told(given: dict[str, Any], says: str, register: Callable[..., Any]) -> None:
+    register("bare")(lambda layer: Stages(**{"score": LinearScorer(8, 4), **given}))
+    with pytest.raises(ValueError, match=f"router spec 'bare': {says}"):
+        build_router("bare", dim=8, num_experts=4)
+
+
+def test_a_choice_and_a_mixer_that_return_nothing_are_told(
+    register: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register("bare", scores=linear_scores)(lambda layer, stages: None)
+    monkeypatch.setitem(registry.MIXERS, "blend", registry.Entry("blend", lambda layer: None, "", ""))
+    for spec, name, kind in (("bare", "bare", "Stages"), ("smoe+blend", "blend", "Mixer")):
+        with pytest.raises(ValueError, match=rf"the function of '{name}' returns a NoneType, not {kind}\(…\)"):
+            build_router(spec, dim=8, num_experts=4)
+
+
+@pytest.mark.parametrize("returned", [None, torch.zeros(6, 2)])
+def test_what_a_selector_must_return_is_told(returned: Any, register: Callable[..., Any]) -> None:
+    class Wrong(Selector):
+        def forward(self, scores: Scores, k: int, context: RoutingContext) -> Any:
+            return returned
+
+    register("bare")(lambda layer: Stages(LinearScorer(layer.dim, layer.columns), select=Wrong(layer.renormalize)))
+    with pytest.raises(ValueError, match=r"bare: the selector must return \(experts, weights\) or Selection"):
+        build_router("bare", dim=8, num_experts=4)(torch.randn(2, 3, 8))
 
 
 @pytest.mark.parametrize("wrong", [lambda z: z.flatten(0, 1), lambda z: z.transpose(0, 1), lambda z: z[:, :1]])

@@ -89,9 +89,8 @@ def segments(case: Case) -> None:
                 expect_close(one, expected, what, atol=1e-6, rtol=1e-5)
             past = part.carry
             for name, one in (past or {}).items():  # of which models keep the newest positions
-                fits = one.dim() > 1 and one.shape[0] == case.batch and one.shape[1] <= stop
-                told = f"carry {name!r} after {stop} tokens is {list(one.shape)}, not [B, S, ...] of S tokens so far"
-                expect(fits, told)
+                fits = one.dim() > 1 and len(one) == case.batch and one.shape[1] <= stop
+                expect(fits, f"carry {name!r}, {list(one.shape)} after {stop} tokens, is not [B, S, ...] of S so far")
 
 
 @torch.no_grad()

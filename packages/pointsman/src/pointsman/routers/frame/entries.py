@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 from torch import nn
 
 from pointsman._errors import did_you_mean
-from pointsman.routers.frame.stages import NEEDS, Mixer, Stages
+from pointsman.routers.frame.stages import NEEDS, Mixer, Normalizer, Scorer, Selector, Stages
 
 BASELINES = {
     "dense": "One feed-forward layer with the parameters of all experts; no router.",
@@ -148,8 +148,9 @@ def _options(build: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     found = {name: one for name, one in given.items() if one.kind is inspect.Parameter.KEYWORD_ONLY}
     for name in [name for name, one in given.items() if name not in found and one.default is not one.empty]:
         raise ValueError(f"{build.__name__}: option {name!r} must come after a *: (layer, *, {name}: float = …)")
-    for name in found.keys() - hints:
-        raise ValueError(f"{build.__name__}: option {name!r} needs a type, as in {name}: float = …")
+    lacking = {name: "a default" for name, one in found.items() if one.default is one.empty}
+    for name, what in (lacking | dict.fromkeys(found.keys() - hints, "a type")).items():
+        raise ValueError(f"{build.__name__}: option {name!r} needs {what}, as in {name}: float = …")
     return {name: one.replace(annotation=hints[name]) for name, one in found.items()}
 
 
@@ -242,7 +243,7 @@ def register_router(
 
     Raises:
         ValueError: another router or mixer has that name, it is reserved or no name in specs, an option of the function
-            has no type or is one of every router, `needs` or `defaults` has an unknown name, or it is no function.
+            lacks a type or default or is one of every router, `needs` or `defaults` has an unknown name, or it is none.
     """
 
     def add(function: Callable[..., Stages]) -> Callable[..., Stages]:
@@ -295,3 +296,15 @@ def entry(name: str) -> Entry:
     if name not in known:
         raise ValueError(f"unknown router {name!r}: {did_you_mean(name, known | BASELINES)}")
     return known[name]
+
+
+def made(kind: type, given: Any, where: str, name: str) -> Any:
+    """What the function of router or mixer `name` returned; ValueError unless it is of this kind."""
+    if not isinstance(given, kind):
+        raise ValueError(f"{where}the function of {name!r} returns a {type(given).__name__}, not {kind.__name__}(…)")
+    kinds = {"score": Scorer, "normalize": Normalizer, "select": Selector} if kind is Stages else {}
+    for stage, of in kinds.items():
+        found = getattr(given, stage)
+        if not isinstance(found, of) and (found is not None or of is not Selector):
+            raise ValueError(f"{where}Stages({stage}={found!r:.80}) of {name!r} must be a {of.__name__}(…)")
+    return given

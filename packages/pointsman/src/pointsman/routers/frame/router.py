@@ -69,9 +69,7 @@ class Router(nn.Module):
         self.top_k, self.fixed_k = check_top_k(top_k, layer.num_experts), fixed_k
         self.balance, self.z_loss = float(options["balance"]), float(options["z_loss"])
         self.scale, self.lr_scale, self.weigh = float(options["scale"]), float(options["lr_scale"]), options["weigh"]
-        self.losses: Mapping[str, Loss] = dict(stages.losses)
-        for name in sorted({"balance", "z_loss"} & self.losses.keys()):  # which it would replace
-            raise ValueError(f"router spec {spec!r}: a loss of its own is called {name!r}, as that of every router")
+        self.losses = Loss.by_name(dict(stages.losses), spec)
         self.objective, self.objective_weight = stages.objective, stages.objective_weight
         self.objective_known, self._built_at = False, _steps["taken"]  # whether the loop computes it
         self.declare()
@@ -179,8 +177,7 @@ class Router(nn.Module):
         choice = logits if normalize.increasing and (mix is None or probs is unmixed) else probs
         scores = Scores(logits, probs, choice, scored.extra, unmixed)
         if self.replayed is None:
-            chosen = select(scores, self.top_k, context)
-            return scored, scores, carry, chosen if isinstance(chosen, Selection) else Selection(*chosen)
+            return scored, scores, carry, Selection.of(select(scores, self.top_k, context), self.spec)
         asked, tokens = len(self.replayed), logits.shape[:2].numel()
         if asked != tokens:
             raise ValueError(f"{self.spec}: the replayed routing is of {asked} tokens, the input of {tokens}")

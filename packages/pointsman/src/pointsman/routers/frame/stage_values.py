@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -146,6 +146,13 @@ class Selection:
     statistics: Tensors = field(default_factory=dict)
     asked: Selection | None = None
 
+    @staticmethod
+    def of(found: Any, spec: str) -> Selection:
+        """What a selector returned, as a `Selection`."""
+        if not isinstance(found, Selection | tuple | list):
+            raise ValueError(f"{spec}: the selector must return (experts, weights) or Selection(…)")
+        return found if isinstance(found, Selection) else Selection(*found)
+
     @property
     def combine(self) -> Combine:
         """How the layer makes its output of them."""
@@ -201,6 +208,16 @@ class Loss(NamedTuple):
 
     function: Callable[[LossInput], Tensor]
     weight: float
+
+    @staticmethod
+    def by_name(losses: dict[str, Loss], spec: str) -> dict[str, Loss]:
+        """A router's own losses; ValueError for one that is no `Loss` or would replace that of every router."""
+        for name, one in losses.items():
+            if name in ("balance", "z_loss"):
+                raise ValueError(f"router spec {spec!r}: a loss of its own is called {name!r}, as that of every router")
+            if not isinstance(one, Loss) or not one.weight >= 0:
+                raise ValueError(f"router spec {spec!r}: the loss {name!r} must be Loss(function, weight from 0)")
+        return losses
 
 
 def scalar(value: Tensor, spec: str, loss: str) -> Tensor:
