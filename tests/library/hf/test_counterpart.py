@@ -23,7 +23,11 @@ from pointsman.hf.counterpart import (
 )
 from pointsman.hf.gates import Gate, find_gates, run_gate, survey
 from pointsman.hf.layouts import first_k
-from pointsman.routers.frame.registry import build_router
+from pointsman.routers.frame import registry
+from pointsman.routers.frame.registry import LayerSpec, build_router
+from pointsman.routers.frame.stage_values import Loss
+from pointsman.routers.frame.stages import Stages
+from pointsman.routers.papers.topk import LinearScorer
 from pointsman.routing import RoutingContext
 from tests.library.hf import zoo
 from tests.library.hf.test_replace import IDS, logits, spread
@@ -387,6 +391,18 @@ def test_specs_with_a_rule_that_cannot_be_used() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             hf.replace_routers(zoo.tiny_model("mixtral"), spec)
+
+
+def test_a_loss_of_weight_zero_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(layer: LayerSpec, *, own: float = 0.0) -> Stages:
+        return Stages(
+            LinearScorer(layer.dim, layer.columns), losses={"own": Loss(lambda given: given.probs.sum(), own)}
+        )
+
+    monkeypatch.setitem(registry.ROUTERS, "mine", registry.Entry("mine", build, "", ""))
+    hf.replace_routers(zoo.tiny_model("mixtral"), "mine")
+    with pytest.raises(ValueError, match="its loss 'own' would train nothing there"):
+        hf.replace_routers(zoo.tiny_model("mixtral"), "mine:own=1")
 
 
 def test_options_of_training_do_not_matter_in_a_forward() -> None:

@@ -15,6 +15,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, MixtralForCausalLM
 from pointsman import hf, step_end
 from pointsman.control import named_routers
 from pointsman.recording import record_routing
+from pointsman.routers.frame import registry
+from pointsman.routers.frame.stages import Mixer
+from pointsman.routing import RoutingContext
 from tests.library.hf import zoo
 from tests.library.hf.test_replace import IDS, logits, spread
 
@@ -46,6 +49,23 @@ def test_strength_zero_is_the_original(five: str, spec: str) -> None:
     hf.replace_routers(model, spec)
     assert torch.equal(logits(model), before)
     assert not torch.allclose(logits(strengthen(model)), before, atol=1e-5)
+
+
+@pytest.mark.parametrize("carry", [None, {}])
+def test_a_mixer_without_a_state_works_with_a_cache(carry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sharper(Mixer):
+        def forward(
+            self, probs: Tensor, hidden: Tensor, context: RoutingContext
+        ) -> tuple[Tensor, Any, dict[str, Tensor]]:
+            assert context.past is None
+            return probs.square(), carry, {}
+
+    monkeypatch.setitem(registry.MIXERS, "sharper", registry.Entry("sharper", lambda layer: Sharper(), "", ""))
+    model = mixed("mixtral", "smoe+sharper")
+    with torch.no_grad():
+        first = model(IDS[:, :4], use_cache=True)
+        rest = model(IDS[:, 4:], **{CACHE: getattr(first, CACHE)})
+        torch.testing.assert_close(rest.logits, model(IDS).logits[:, 4:], rtol=1e-4, atol=1e-5)
 
 
 def test_strength_trains_from_zero(five: str) -> None:

@@ -142,8 +142,8 @@ def adapted(router: Router, weight: Tensor | None, bias: Tensor | None) -> Score
     own_rule = has_own_rule(router.spec)
     if (type(router.select) is not TopK or starts_at is not None) and not own_rule:
         raise ValueError(f"replace_routers: {router.spec!r} {BY_SELECTION}")
-    if router.losses:
-        raise ValueError(f"replace_routers: {router.spec!r}: its loss {min(router.losses)!r} would train nothing there")
+    if used := [name for name, one in router.losses.items() if one.weight]:
+        raise ValueError(f"replace_routers: {router.spec!r}: its loss {min(used)!r} would train nothing there")
     score, normalize = router.score, router.normalize
     if isinstance(normalize, TemperatureGate):
         return TemperatureScorer(score, normalize)

@@ -88,7 +88,7 @@ class ForwardState:
         carries = self._carries()
         if length and not carries:
             raise ValueError("the cache was filled without this router, which has no state of those tokens")
-        for carry in carries.values():
+        for carry in filter(None, carries.values()):  # a mixer may have no state
             batch, tokens = next(iter(carry.values())).shape[:2]
             if (batch, tokens) != (self.shape[0], length):
                 raise ValueError(f"the cache holds {self.shape[0]} x {length} tokens, the mixing router {batch} x "
@@ -108,14 +108,13 @@ class ForwardState:
         if self.shape is None or hidden.numel() != self.shape[0] * self.shape[1] * hidden.shape[-1]:
             raise ValueError(f"a mixing router expects {self.shape} sequences and tokens, its gate received "
                              f"{list(hidden.shape[:-1])}: call the model, not the block")  # fmt: skip
-        past, attention = self._carries().get(id(gate)), self.attention.get(id(gate))
+        past, attention = self._carries().get(id(gate)) or None, self.attention.get(id(gate))
         context = RoutingContext(padding_mask=self.padding, past=past, attention=attention)
         return hidden.reshape(*self.shape, hidden.shape[-1]), context
 
     def keep(self, gate: Any, routing: Routing) -> None:
         """Keeps the mixer's state of these tokens until the end of the forward."""
-        if routing.carry is not None:
-            self.fresh[id(gate)] = {name: value.detach() for name, value in routing.carry.items()}
+        self.fresh[id(gate)] = {name: value.detach() for name, value in (routing.carry or {}).items()}
 
     def end(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         cache = self.cache
