@@ -21,7 +21,7 @@ help:
 	@echo "make bench        measure the MoE layer against its limit and its peers"
 	@echo "make results      make the pages of docs/results from records/"
 	@echo "make docs         build the documentation into site/; any warning is an error"
-	@echo "make wheel        build the wheel, install it in a clean environment and try it"
+	@echo "make wheel        build both wheels, install them in a clean environment and try them"
 
 $(RUN): packages/pointsman/pyproject.toml packages/pointsman-lab/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

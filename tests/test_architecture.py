@@ -21,7 +21,7 @@ FOLDERS = {
 }
 ROOMS = {
     "pointsman": (
-        "_errors", "_files", "_values", "ranks", "routing", "auxiliary", "ops",
+        "_alive", "_errors", "_files", "_values", "ranks", "routing", "auxiliary", "ops",
         "kernels", "experts", "routers", "delivery", "layer", "conversion", "traces", "control", "recording",
         "replay", "parallel", "diagnostics", "hf", "engines", "testing",
     ),

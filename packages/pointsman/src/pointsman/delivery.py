@@ -11,12 +11,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
-from weakref import WeakValueDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from pointsman._alive import Alive
 from pointsman.ops.linear import autocast_enabled
 from pointsman.ranks import ALONE, Ranks
 
@@ -24,7 +25,7 @@ Gather = Callable[[Mapping[str, Tensor]], None]
 
 ATTACK = 100
 """So many backward passes without an optimizer's step may be those of an attack on the inputs, and are no mistake."""
-_collecting: WeakValueDictionary[int, LossDelivery] = WeakValueDictionary()  # a WeakSet is for one thread
+_collecting: Alive[LossDelivery] = Alive()
 
 
 class LossDelivery(nn.Module):
@@ -53,14 +54,14 @@ class LossDelivery(nn.Module):
         self._lost = 0  # backward passes since the last `take` that went past losses which nobody had taken
         self._steps = 0  # optimizer steps with such losses
         self._patience = 0  # so many of these may be another model's, in a loop that took losses before
-        _collecting[id(self)] = self
+        _collecting.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": [], "_compiled": None}  # of this layer's graphs, not of a copy's
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        _collecting[id(self)] = self
+        _collecting.add(self)
 
     def deliver(
         self, output: Tensor, losses: Mapping[str, Tensor], statistics: Mapping[str, Tensor], gather: Gather
@@ -128,7 +129,7 @@ class LossDelivery(nn.Module):
     def _warn_of_lost(self) -> None:
         if self._warned:
             return
-        for other in _every():
+        for other in _collecting:
             other._warned = other._warned or bool(other._lost or other._compiled)  # of the same model: one warning
         self._warned = True
         warnings.warn(
@@ -156,12 +157,8 @@ class LossDelivery(nn.Module):
         )
 
 
-def _every() -> list[LossDelivery]:
-    return [one for kept in _collecting.valuerefs() if (one := kept()) is not None]
-
-
 def _after_step(*_: Any) -> None:
-    for one in _every():
+    for one in _collecting:
         one.step()
 
 

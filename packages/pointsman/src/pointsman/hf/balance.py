@@ -10,13 +10,14 @@ import logging
 import sys
 from functools import partial
 from typing import Any, Literal
-from weakref import WeakValueDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import PreTrainedModel
 
+from pointsman._alive import Alive
 from pointsman._errors import did_you_mean
 from pointsman.hf.balancing import BIAS_RATE, Balancing, Bias, Place, Seat, biases_for, count, settle
 from pointsman.hf.gates import candidates, no_gate, survey
@@ -31,7 +32,7 @@ OWN = ("router_aux_loss_coef", "aux_loss_coef")
 """What the classes call the coefficient of their own loss."""
 ASKED = "output_router_logits"
 IGNORED = -100
-_balanced: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+_balanced: Alive[nn.Module] = Alive()
 _watching: list[Any] = []
 
 
@@ -191,7 +192,7 @@ class _Watched:
         self.pending: list[Tensor] = []
         self.reached: bool | None = None
         self.counts: dict[str, Tensor] = {}
-        _balanced[id(home)] = home
+        _balanced.add(home)
         if not _watching:
             _watching.append(register_optimizer_step_post_hook(_after_step))
 
@@ -297,9 +298,8 @@ def moved(model: nn.Module) -> None:
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for kept in _balanced.valuerefs():
-        home = kept()
-        if home is None or not any(id(parameter) in own for parameter in home.parameters()):
+    for home in _balanced:
+        if not any(id(parameter) in own for parameter in home.parameters()):
             continue
         if in_backward():  # an optimizer for each parameter: checkpointing has yet to choose as it did
             torch.autograd.Variable._execution_engine.queue_callback(partial(moved, home))

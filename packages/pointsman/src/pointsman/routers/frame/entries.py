@@ -298,7 +298,7 @@ def entry(name: str) -> Entry:
     return known[name]
 
 
-def made(kind: type, given: Any, where: str, name: str) -> Any:
+def checked(kind: type, given: Any, where: str, name: str) -> Any:
     """What the function of router or mixer `name` returned; ValueError unless it is of this kind."""
     if not isinstance(given, kind):
         raise ValueError(f"{where}the function of {name!r} returns a {type(given).__name__}, not {kind.__name__}(…)")

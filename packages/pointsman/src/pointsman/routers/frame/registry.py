@@ -26,11 +26,11 @@ from pointsman.routers.frame.entries import (
     ROUTERS,
     Entry,
     LayerSpec,
+    checked,
     entry,
     has_one_k,
     list_mixers,
     list_routers,
-    made,
     register_mixer,
     register_router,
 )  # fmt: skip
@@ -214,7 +214,7 @@ def build_router(
     if parsed.mixer is not None:
         found = MIXERS[parsed.mixer]
         values = converted(parsed.mixer_options, found.options, found, written_spec)
-        mixer = made(Mixer, found.build(layer, **values), where, parsed.mixer)
+        mixer = checked(Mixer, found.build(layer, **values), where, parsed.mixer)
     _check_effects(common, stages, select, mixer, where, entry.name, bool(layer.virtual))
     if entry.fixed_k or entry.starts_at is not None:
         top_k = num_experts if entry.starts_at is None else entry.starts_at(layer)
@@ -229,7 +229,7 @@ def _stages(
 ) -> tuple[Stages, Selector]:
     """The scores of one router with the choice of another, or of the same."""
     choice = ROUTERS[parsed.chooses]
-    stages: Stages = made(Stages, ROUTERS[parsed.router].build(layer, **of_scores), where, parsed.router)
+    stages: Stages = checked(Stages, ROUTERS[parsed.router].build(layer, **of_scores), where, parsed.router)
     if parsed.choice is not None:
         other = [] if choice.choose else [(choice.name, choice.build(replace(layer, shared={})))]
         for name, one in [(parsed.router, stages), *other]:
@@ -243,7 +243,7 @@ def _stages(
             needs = NEEDS[choice.needs.rpartition("|")[2]]
             raise ValueError(f"{where}the choice {choice.name!r} needs {needs}; {parsed.router!r} gives {words}")
     if choice.choose is not None:
-        chosen = made(Stages, choice.choose(layer, replace(stages, losses={}), **of_choice), where, choice.name)
+        chosen = checked(Stages, choice.choose(layer, replace(stages, losses={}), **of_choice), where, choice.name)
         again = {f"scores_{name}" if name in chosen.losses else name: one for name, one in stages.losses.items()}
         stages = replace(chosen, losses={**again, **chosen.losses})
     return stages, stages.select or TopK(layer.renormalize)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any, Literal, cast
-from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from pointsman._alive import Alive
 from pointsman.auxiliary import assignment_counts
 from pointsman.ops.linear import orthogonal_
 from pointsman.ops.selection import top_k
@@ -110,9 +110,9 @@ class TwoStageScorer(ByTokenIds):
         if self.steps.is_meta:
             return
         parts, own = (self.token, self.light), list(cast(Scorer, self.gate).parameters())
-        _in_stage_two.pop(id(self), None)
+        _in_stage_two.discard(self)
         if int(self.steps) >= self.stage_one:
-            _in_stage_two[id(self)] = self
+            _in_stage_two.add(self)
             for parameter in parts:
                 parameter.grad = None
                 if not self.stage_one or every_rank() is ALONE:  # DDP waits for what trained when it was made: zeros
@@ -132,13 +132,12 @@ class TwoStageScorer(ByTokenIds):
         self._freeze_light()
 
 
-_in_stage_two: WeakValueDictionary[int, TwoStageScorer] = WeakValueDictionary()
+_in_stage_two: Alive[TwoStageScorer] = Alive()
 
 
 def _hold(*_: Any) -> None:
-    for kept in _in_stage_two.valuerefs():
-        if (one := kept()) is not None:  # momentum and weight decay would move them
-            one.token.grad = one.light.grad = None
+    for one in _in_stage_two:  # momentum and weight decay would move them
+        one.token.grad = one.light.grad = None
 
 
 register_optimizer_step_pre_hook(_hold)
