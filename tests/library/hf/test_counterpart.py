@@ -140,8 +140,9 @@ def test_the_spec_with_the_gates_weights_routes_like_the_gate(name: str) -> None
     assert torch.allclose(found, expected, rtol=1e-6, atol=1e-6)
     of_hidden, of_weight = gradients(found, hidden, router.score.weight)
     wanted = gradients(differentiable(gate, hidden), hidden, gate.module.get_submodule(gate.form.owner).weight)
-    torch.testing.assert_close(of_hidden, wanted[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(of_weight * gate.form.multiplier, wanted[1], rtol=1e-5, atol=1e-6)
+    atol = 2e-6 if name == "lfm2_moe" else 1e-6  # which adds 1e-6 to the sum that it divides by
+    torch.testing.assert_close(of_hidden, wanted[0], rtol=1e-5, atol=atol)
+    torch.testing.assert_close(of_weight * gate.form.multiplier, wanted[1], rtol=1e-5, atol=atol)
     hf.replace_routers(model, spec)
     found = routed_by(gate, hidden)
     assert torch.equal(found > 0, expected > 0)
