@@ -25,15 +25,10 @@ def apply_experts(
     With dropout one number is drawn on a CPU from the default generator, whatever the routing: runs that route
     differently stay aligned in all other random draws. On CUDA it is one for each assignment and hidden unit.
     """
-    dtype = autocast_dtype(hidden, parameters.w_in)
-    if dtype is None:
-        return _apply(hidden, routing, parameters, activation, dropout)
-    parameters = parameters.map(lambda tensor: tensor.to(dtype))
-    with torch.autocast(hidden.device.type, enabled=False):
-        return _apply(hidden.to(dtype), routing, parameters, activation, dropout)
-
-
-def _apply(hidden: Tensor, routing: Routing, parameters: ExpertParameters, activation: str, dropout: float) -> Tensor:
+    if (dtype := autocast_dtype(hidden, parameters.w_in)) is not None:
+        parameters = parameters.map(lambda tensor: tensor.to(dtype))
+        with torch.autocast(hidden.device.type, enabled=False):
+            return apply_experts(hidden.to(dtype), routing, parameters, activation, dropout)
     weight, token, expert = routing.assignments
     if token is None and expert.shape[0] != hidden.shape[0]:
         raise ValueError(f"the routing is of {len(expert)} tokens, the hidden states are of {len(hidden)}")
