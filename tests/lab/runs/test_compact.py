@@ -16,7 +16,8 @@ from pointsman_lab.report.page import render
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.compact import RECORD, from_columns, packed, restore, thinned, to_columns, write_record
 from pointsman_lab.runs.comparison import read_comparison
-from tests.lab.report.fixtures import write_comparison
+from pointsman_lab.runs.paths import finetuned_runs
+from tests.lab.report.fixtures import write_comparison, write_finetuning
 
 
 def test_tables_and_page_come_out_the_same(tmp_path: Path) -> None:
@@ -50,6 +51,22 @@ def test_reading_a_comparison_restores_what_is_missing_elsewhere(tmp_path: Path)
     assert found.runs["xmoe", 0].path.parts[-4] == "grid", "errors name a run by its path"
     write_record(out)
     assert '"path":"runs/r1/seed-0"' in (out / RECORD).read_text(), "a run that only the record knows stays in it"
+
+
+def test_copies_of_runs_in_the_folder_count_for_nothing(tmp_path: Path) -> None:
+    out = write_comparison(tmp_path / "grid", ("smoe",), seeds=(0,))
+    run = Path(shutil.move(out / "runs" / "r0", out / "runs" / "smoe")) / "seed-0"
+    tuned = write_finetuning(run, "sst2", "smoe", 0, metric=0.9)
+    write_record(out)
+    record = (out / RECORD).read_bytes()
+    shutil.copytree(tuned, tuned.with_name("seed-0.bak"))
+    shutil.copytree(run, run.with_name("seed-0.bak"))
+    shutil.copytree(run.parent, out / "runs" / "smoe-old")
+    assert read_comparison(out).runs["smoe", 0].path == run
+    assert [place.name for place in finetuned_runs(run)] == ["seed-0"]
+    shutil.rmtree(out / "runs" / "smoe-old")
+    write_record(out)
+    assert (out / RECORD).read_bytes() == record, "a name that a record may not hold"
 
 
 def test_a_text_may_hold_any_end_of_line(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from pointsman._errors import RunError
 from pointsman_lab import _files
 from pointsman_lab._shapes import METRICS_ROW, MOST_GROWTH, is_shaped, shape_of
-from pointsman_lab.runs.paths import CONFIG, DIAGNOSTICS, EVALUATION, EXPLORER, METRICS, VOCABULARY
+from pointsman_lab.runs.paths import CONFIG, DIAGNOSTICS, EVALUATION, EXPLORER, METRICS, VOCABULARY, runs_in
 from pointsman_lab.runs.record import read_metrics
 
 FORMAT = 2
@@ -49,10 +49,9 @@ def write_record(folder: Path) -> Path | None:
 def record_of(folder: Path) -> str:
     """The record of a comparison: every finished run on the disk, and those that only record.jsonl knows."""
     entries = {entry["path"]: entry for entry in read_record(folder)}
-    for config in _files.find(folder, f"runs/*/seed-*/{CONFIG}"):
-        run = config.parent
-        if (run / EVALUATION).is_file():
-            path = run.relative_to(folder).as_posix()
+    for run in runs_in(folder, "runs/*", EVALUATION):
+        path = run.relative_to(folder).as_posix()
+        if (run / CONFIG).is_file() and _RUN.fullmatch(path):
             entries[path] = {"path": path, "files": packed(run)}
     return "".join(line_of(entries[path]) + "\n" for path in sorted(entries))
 
@@ -147,8 +146,9 @@ def packed(run: Path) -> dict[str, Any]:
         if _is_kept(name) and (content := _files.read_json(file)) is not None:
             found[name] = rounded(content) if file.name == DIAGNOSTICS else content
     for file in [*_files.find(run, METRICS), *_files.find(run, f"finetune/*/seed-*/{METRICS}")]:
-        config = found.get(file.with_name(CONFIG).relative_to(run).as_posix(), {})
-        found[file.relative_to(run).as_posix()] = thinned(read_metrics(file), config.get("steps"))
+        if _is_kept(name := file.relative_to(run).as_posix()):
+            config = found.get(file.with_name(CONFIG).relative_to(run).as_posix(), {})
+            found[name] = thinned(read_metrics(file), config.get("steps"))
     return found
 
 

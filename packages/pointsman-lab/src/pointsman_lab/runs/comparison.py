@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman_lab._files import find, read_json, write_whole
+from pointsman_lab._files import read_json, write_whole
 from pointsman_lab.runs.checkpoints import steps_of
 from pointsman_lab.runs.compact import restored_aside
-from pointsman_lab.runs.paths import CHECKPOINTS, COMPARISON, CONFIG, run_path
+from pointsman_lab.runs.paths import CHECKPOINTS, COMPARISON, CONFIG, run_path, runs_in
 from pointsman_lab.runs.record import RunRecord, label, read_run
 
 FORMAT = 1
@@ -177,10 +177,10 @@ def read_comparison(path: Path) -> Comparison:
     folders = [path, *([aside] if (aside := restored_aside(path)) else [])]
     routers, seeds = [label(spec) for spec in plan.get("routers", ())], [int(seed) for seed in plan.get("seeds", ())]
     runs: dict[tuple[str, int], RunRecord] = {}
-    for config in (file for folder in folders for file in find(folder, f"runs/*/seed-*/{CONFIG}")):
-        run = read_run(config.parent)
-        if run.router in routers and run.seed in seeds:
-            runs[run.router, run.seed] = run
+    for folder, run in ((at, read_run(place)) for at in folders for place in runs_in(at, "runs/*")):
+        key = run.router, run.seed
+        if run.router in routers and run.seed in seeds and (key not in runs or run.path == run_path(folder, *key)):
+            runs[key] = run  # of copies in other folders the one in its own
     command, shown = str(plan.get("command", "")), plan.get("shown") or {}
     return Comparison(
         path, plan.get("settings", {}), routers, seeds, runs, command=command, shown=shown,

@@ -35,5 +35,10 @@ def finetuned_path(run: Path | str, variant: str, seed: int) -> Path:
 
 def finetuned_runs(run: Path, variant: str | None = None, having: str = CONFIG) -> list[Path]:
     """The directories of the fine-tunings of `run`, of one variant or of all, that have the file `having`."""
-    name = "*" if variant is None else glob.escape(variant)
-    return [file.parent for file in find(run, f"finetune/{name}/seed-*/{having}")]
+    return runs_in(run, f"finetune/{'*' if variant is None else glob.escape(variant)}", having)
+
+
+def runs_in(folder: Path, rows: str, having: str = CONFIG) -> list[Path]:
+    """The directories ROWS/seed-S in `folder` that have the file `having`; a copy beside one (seed-0.bak) is none."""
+    found = (file.parent for file in find(folder, f"{rows}/seed-*/{having}"))
+    return [run for run in found if re.fullmatch("seed-[0-9]+", run.name)]
