@@ -120,18 +120,22 @@ def test_stopped_and_resumed_equals_unbroken_bit_for_bit(
 
 
 @pytest.mark.parametrize("stop_after", [4, 5, None])  # step 4 was saved before
-@pytest.mark.parametrize("how", ["removed", "renamed", "without config.json"])
+@pytest.mark.parametrize("how", ["removed", "renamed", "without config.json", "replaced"])
 def test_a_run_whose_folder_goes_says_so_and_makes_none(
     settings: Settings, run: Callable[..., TrainResult], tmp_path: Path, how: str, stop_after: int | None
 ) -> None:
     class Removing(Listener):
         def advance(self, done: int, figures: Mapping[str, float]) -> None:
             super().advance(done, figures)
-            if len(self.figures) == (stop_after or 5) and (tmp_path / "run" / "config.json").exists():
+            there = (tmp_path / "run" / "config.json").exists() and not (tmp_path / "other").exists()
+            if len(self.figures) == (stop_after or 5) and there:
                 if how == "removed":
                     shutil.rmtree(tmp_path / "run")
                 elif how == "renamed":
                     (tmp_path / "run").rename(tmp_path / "other")
+                elif how == "replaced":  # by another run, which holds it
+                    (tmp_path / "run").rename(tmp_path / "other")
+                    shutil.copytree(tmp_path / "other", tmp_path / "run")
                 else:
                     (tmp_path / "run" / "config.json").unlink()
 
@@ -139,7 +143,9 @@ def test_a_run_whose_folder_goes_says_so_and_makes_none(
     with pytest.raises(RunError, match="run was removed or renamed while the run trained") as caught:
         run(settings(checkpoint_every=4), progress=listener, stop=listener)
     assert not isinstance(caught.value, Interrupted)
-    assert (tmp_path / "run").exists() == (how == "without config.json")
+    assert (tmp_path / "run").exists() == (how in ("without config.json", "replaced"))
+    assert len(steps_of(tmp_path / "run" / "checkpoints")) <= 1
+    assert not (tmp_path / "run" / "evaluation.json").exists()
 
 
 def test_stopped_twice_and_within_evaluation(settings: Settings, run: Callable[..., TrainResult]) -> None:

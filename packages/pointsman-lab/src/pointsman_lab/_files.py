@@ -269,6 +269,15 @@ _HELD: set[IO[bytes]] = set()
 """Lock files that this process holds. A fork closes its copies: a child that lives on holds no folder."""
 
 
+def is_taken(folder: Path) -> bool:
+    """Whether a folder that this process holds has another process's lock file: another one is in its place."""
+    try:
+        there = os.stat(folder / LOCK)
+    except OSError:
+        return False
+    return bool(_HELD) and not any(os.path.samestat(there, os.fstat(lock.fileno())) for lock in _HELD)
+
+
 def _let_go() -> None:
     for lock in _HELD:
         with suppress(OSError):

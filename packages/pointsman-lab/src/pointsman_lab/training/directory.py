@@ -9,7 +9,7 @@ from typing import Any
 
 from pointsman._errors import RunError
 from pointsman.routers.frame.registry import has_one_k
-from pointsman_lab._files import read_text, read_whole_json, within, write_whole
+from pointsman_lab._files import is_taken, read_text, read_whole_json, within, write_whole
 from pointsman_lab._values import finite, name_fault
 from pointsman_lab.registry import read_vocabulary
 from pointsman_lab.runs.checkpoints import CheckpointError, steps_of
@@ -73,10 +73,9 @@ class RunDirectory:
 
     def check_kept(self) -> None:
         """RunError where the claimed directory is not there any more: what is written now could not be resumed."""
-        if not self.exists:
-            raise RunError(
-                f"{self.path} was removed or renamed while the run trained: it has no {CONFIG}; nothing more is saved"
-            )
+        told = "another process works there" if is_taken(self.path) else f"it has no {CONFIG}"
+        if is_taken(self.path) or not self.exists:
+            raise RunError(f"{self.path} was removed or renamed while the run trained: {told}; nothing more is saved")
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
         write_whole(self.path / name, json.dumps(values, indent=2) + "\n")
