@@ -271,6 +271,37 @@ def test_a_step_of_another_model_through_these_layers_warns_of_nothing() -> None
     assert [len(steps(critic)) for _ in range(40)].count(1) == 1  # too many steps for another model's
 
 
+@pytest.mark.parametrize("how", ["first", "by hand", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_nobody_is_warned_of_losses_that_were_not_lost(how: str) -> None:
+    """Another optimizer steps before the first `add_losses`; a loop adds `Routing.losses`; nothing went backward."""
+    model, other = Model(), nn.Linear(8, 8)
+    first, second = (torch.optim.SGD(one.parameters(), 0.1) for one in (model, other))
+    if how == "compiled":
+        torch.compile(model, backend="aot_eager")(data())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            (model(other(data())) if how == "first" else other(data())).square().mean().backward()
+            second.step()
+            if how == "first":
+                pointsman.add_losses(model(data()).square().mean(), model).backward()
+            elif how == "by hand":
+                output, routing = model.first(data(), return_routing=True)
+                (output.square().mean() + sum(routing.losses.values())).backward()
+            first.step()
+    assert len(steps(Model())) == 1
+
+
+def test_a_layer_that_ran_without_gradients_is_left_out() -> None:
+    """As LayerDrop under `no_grad` does it, or a teacher in training mode."""
+    model, plain = Model(), Model()
+    with torch.no_grad():
+        hidden = model.first(data())
+    main = model.second(hidden).square().mean()
+    expected = pointsman.add_losses(plain.second(hidden).square().mean(), plain.second)
+    assert torch.equal(pointsman.add_losses(main, model), expected)
+
+
 def test_layers_may_be_made_in_one_thread_while_another_steps() -> None:
     kept = [LossDelivery(False) for _ in range(300)]
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pointsman._alive import Alive
-from pointsman.ops.linear import autocast_enabled
+from pointsman.ops.linear import autocast_enabled, in_function
 from pointsman.ranks import ALONE, Ranks
 
 Gather = Callable[[Mapping[str, Tensor]], None]
@@ -50,8 +50,8 @@ class LossDelivery(nn.Module):
         self._warned = False
         self._kept: list[ref[PendingLosses]] = []
         self._compiled: PendingLosses | None = None
-        self._without_gradients = False
-        self._lost = 0  # backward passes since the last `take` that went past losses which nobody had taken
+        self._checkpointed = False  # whether the last training forward was the first one of a reentrant checkpoint
+        self._lost = 0  # backward passes since the last `take` past losses that nobody had taken, nor had a gradient
         self._steps = 0  # optimizer steps with such losses
         self._patience = 0  # so many of these may be another model's, in a loop that took losses before
         _collecting.add(self)
@@ -90,48 +90,51 @@ class LossDelivery(nn.Module):
     def _keep(self, losses: Mapping[str, Tensor]) -> PendingLosses | None:
         """Keeps the losses of a training forward for `take`, no longer than autograd keeps the forward."""
         if not torch.is_grad_enabled():
-            self._without_gradients = True
+            self._checkpointed = not torch.compiler.is_compiling() and in_function()
             return None
         kept = PendingLosses(list(losses.values()))
         if torch.compiler.is_compiling():
             self._compiled = kept  # the graph's nodes are not Python's: the last forward's are kept
             return None
-        if self._steps > self._patience or self._lost > ATTACK:
+        if self._lost > ATTACK and not self._warned:
             self._warn_of_lost()
+        for loss in kept.losses:
+            if loss.requires_grad:
+                loss.register_hook(self._reached)  # type: ignore[no-untyped-call]
         kept.home = self
         self._kept = [one for one in self._kept if one() is not None] + [ref(kept)]
         return kept
 
     def take(self) -> list[Tensor]:
-        """The live losses of the training forwards since the last call, each once; ValueError if all these were
-        without gradients."""
+        """The live losses of the training forwards since the last call, each once; ValueError if reentrant activation
+        checkpointing has left none."""
         found = [kept for one in self._kept if (kept := one()) is not None and not kept.passed]
         if self._compiled is not None:
             found.append(self._compiled)
-        if self.training and self._without_gradients and not found:
-            raise ValueError("add_losses: the last training forward was without gradients, and so are its losses; "
-                             "activation checkpointing needs use_reentrant=False, and a part that does not train "
-                             "eval()")  # fmt: skip
-        self._kept, self._compiled, self._without_gradients, self._lost, self._steps = [], None, False, 0, 0
+        if self.training and self._checkpointed and not found:
+            raise ValueError("add_losses: activation checkpointing computed the losses without gradients: it needs "
+                             "use_reentrant=False")  # fmt: skip
+        self._kept, self._compiled, self._checkpointed, self._lost, self._steps = [], None, False, 0, 0
         self._patience = ATTACK if found else self._patience
         losses = [loss for kept in found for loss in kept.losses]
         for kept in found:
             kept.losses = ()
         return losses
 
+    def _reached(self, _: Tensor) -> None:
+        """A loss had a gradient: where nobody took it, the loop has added it itself."""
+        self._lost = max(0, self._lost - 1)
+
     def step(self) -> None:
         """An optimizer's step: the second with losses that nobody took warns."""
-        if self._lost or self._compiled is not None:
+        if not self._warned and (self._lost or (self._compiled is not None and self._compiled.passed)):
             self._steps += 1
             if self._steps > 1 + self._patience:
                 self._warn_of_lost()
 
     def _warn_of_lost(self) -> None:
-        if self._warned:
-            return
         for other in _collecting:
             other._warned = other._warned or bool(other._lost or other._compiled)  # of the same model: one warning
-        self._warned = True
         warnings.warn(
             f"the routers' losses ({', '.join(self.last)}) reached no gradient: before backward write "
             "loss = pointsman.add_losses(loss, model), or build the layers with attach_losses=True",
@@ -176,9 +179,11 @@ class PendingLosses:
 
     @property
     def passed(self) -> bool:
-        """Whether a backward pass has gone through the forward's graph and freed it (an attack's, for one)."""
+        """Whether a backward pass has gone through the forward's graph and freed it (an attack's, for one). What the
+        backend "eager" compiles does not know."""
         try:
-            return self.node() is not None and self.node().saved_tensors is None
+            node = self.node() or (self.losses[0].grad_fn if self.losses else None)
+            return getattr(node, "saved_tensors", ()) is None
         except RuntimeError:
             return True
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from traceback import walk_stack
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.function import FunctionCtx
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -16,6 +18,12 @@ HALF = (torch.bfloat16, torch.float16)
 def in_backward() -> bool:
     """Whether a backward pass runs, in which activation checkpointing does forwards again; while compiling: no."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def in_function() -> bool:
+    """Whether the forward of a `torch.autograd.Function` runs, as that of a reentrant checkpoint."""
+    first = (next(iter(frame.f_locals.values()), None) for frame, _ in walk_stack(None))
+    return any(isinstance(one, FunctionCtx) for one in first)
 
 
 def without_autocast(kind: str) -> AbstractContextManager[Any]:
