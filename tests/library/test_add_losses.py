@@ -154,6 +154,8 @@ def test_what_cannot_be_right_is_refused() -> None:
         pointsman.add_losses(loss, nn.Linear(2, 2))
     with pytest.raises(ValueError, match="layer 'first' attaches its losses"):
         pointsman.add_losses(loss, Model(attach=True))
+    with pytest.raises(ValueError, match=r"loss is of shape \[3\]: give a scalar"):  # whose sum would count thrice
+        pointsman.add_losses(torch.zeros(3), Model())
     model, hidden = Model(recompute=True), data().requires_grad_()
     loss = model(hidden).square().mean()
     with pytest.raises(ValueError, match="use_reentrant=False"):

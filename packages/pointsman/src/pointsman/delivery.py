@@ -259,8 +259,8 @@ def add_losses(loss: Tensor, model: nn.Module, ranks: Ranks = ALONE) -> Tensor:
             routers' losses are parts of a sum already. Divide by W neither before nor after.
 
     Raises:
-        ValueError: no MoE layer, a layer that attaches its losses itself, forwards without gradients, or other ranks
-            than those of the model.
+        ValueError: no scalar, no MoE layer, a layer that attaches its losses itself, forwards without gradients, or
+            other ranks than those of the model.
     """
     found = deliveries(model)
     balanced = any("pointsman_balancing" in part.__dict__ for part in model.modules())
@@ -269,6 +269,8 @@ def add_losses(loss: Tensor, model: nn.Module, ranks: Ranks = ALONE) -> Tensor:
     for name, one in found.items():
         if one.how == "attach":
             raise ValueError(f"add_losses: layer {name!r} attaches its losses; build it without attach_losses=True")
+    if isinstance(loss, Tensor) and loss.numel() != 1:
+        raise ValueError(f"add_losses: loss is of shape {list(loss.shape)}: give a scalar, its mean for example")
     _check_ranks(model, ranks)
     if balanced and torch.is_grad_enabled():
         from pointsman.hf.balance import take  # transformers is imported only for its own models
