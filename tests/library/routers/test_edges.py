@@ -222,6 +222,30 @@ def test_an_optimizer_with_hooks_of_its_own_is_the_one_that_is_tracked() -> None
         assert len(outer._optimizer_step_post_hooks) == 1
 
 
+@pytest.mark.parametrize("spec", ["xmoe", "stable:stage_one=3", "loss-free"])
+@pytest.mark.parametrize("tracked", [1, None])
+def test_optimizers_that_step_in_the_backward_pass(spec: str, tracked: int | None) -> None:
+    """One for each parameter, of which one or all are tracked: the step ends once, after the pass."""
+    torch.manual_seed(0)
+    hidden, context = torch.randn(2, 5, 8), RoutingContext(token_ids=torch.arange(10).view(2, 5))
+    model = nn.Sequential(nn.Linear(8, 8), MoE(8, 8, 4, router=spec, vocab_size=10))
+    plain = copy.deepcopy(model)
+    whole = torch.optim.SGD(plain.parameters(), 0.1)
+    each = {one: torch.optim.SGD([one], 0.1) for one in model.parameters() if one.requires_grad}
+    for one in reversed(each):
+        one.register_post_accumulate_grad_hook(lambda one: each[one].step() or each[one].zero_grad())
+    for one in [*each.values()][:tracked]:
+        track_steps(model, one)
+    track_steps(plain, whole)
+    for _ in range(4):
+        for one in (model, plain):
+            pointsman.add_losses(one[1](one[0](hidden), context).square().mean(), one).backward()
+        whole.step()
+        whole.zero_grad()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, plain.state_dict()[name]), name
+
+
 def test_states_keep_float32_where_the_default_is_half() -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:

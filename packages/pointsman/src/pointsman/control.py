@@ -205,10 +205,22 @@ def step_end(model: nn.Module, reduce: Callable[[Sequence[Tensor]], None] | None
 def track_steps(
     model: nn.Module, optimizer: torch.optim.Optimizer, reduce: Callable[[Sequence[Tensor]], None] | None = None
 ) -> RemovableHandle:
-    """Calls `step_end(model, reduce)` after every step of this optimizer, until the returned handle is removed."""
+    """Calls `step_end(model, reduce)` after every step of this optimizer, until the returned handle is removed.
+
+    Of several optimizers give the one that steps last. Those of single parameters, which step in the backward pass, may
+    all be given: `step_end` comes once, after that pass.
+    """
+
+    def after_step(*_: Any) -> None:
+        if (backward := torch._C._current_graph_task_id()) == -1:
+            step_end(model, reduce)
+        elif model.__dict__.get("pointsman_awaits") != backward:  # whose graph still needs the parameters as they are
+            model.__dict__["pointsman_awaits"] = backward
+            torch.autograd.Variable._execution_engine.queue_callback(partial(step_end, model, reduce))
+
     while not hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer  # accelerate's wrapper
-    return optimizer.register_step_post_hook(lambda *_: step_end(model, reduce))
+    return optimizer.register_step_post_hook(after_step)
 
 
 def materialize(model: nn.Module) -> nn.Module:
