@@ -23,9 +23,10 @@ from torch import Tensor
 from pointsman._errors import RunError
 from pointsman.control import named_routers
 from pointsman.ops.kernels import using
+from pointsman_lab.cli import verify
 from pointsman_lab.data.corpus import Corpus
 from pointsman_lab.evaluation.passes import PLAIN
-from pointsman_lab.runs.checkpoints import open_checkpoint, steps_of
+from pointsman_lab.runs.checkpoints import CheckpointError, open_checkpoint, steps_of
 from pointsman_lab.tasks.language_modelling.task import LanguageModelling, token_counts
 from pointsman_lab.training.checkpoint import checkpoint_tensors
 from pointsman_lab.training.config import RunConfig
@@ -293,6 +294,25 @@ def test_a_directory_of_another_run_is_refused(settings: Settings, run: Callable
         with pytest.raises(ValueError, match=r"model\.router is 'smoe' there, 'thor' here"):
             run(settings("thor"), resume=resume)
     assert run(settings(), resume=True).already_finished
+
+
+def test_a_checkpoint_of_another_run_is_passed_over(
+    settings: Settings, run: Callable[..., TrainResult], tmp_path: Path
+) -> None:
+    out, other = run(settings(checkpoint_every=4)).out, run(settings(seed=1, eval_tokens=50), "other").out
+    shutil.rmtree(out / "checkpoints" / "step-8")
+    shutil.copytree(other / "checkpoints" / "step-8", out / "checkpoints" / "step-8")
+    told = "step-8 is foreign: its seed is 1, not 0 as in config.json"
+    assert told in next(verify.faults(out, "a run"))
+    notes: list[str] = []
+    assert load_run(out, note=notes.append).step == 4
+    assert told in notes[0]
+    with pytest.raises(CheckpointError, match=told):
+        load_run(out, step=8)
+    listener = Listener()
+    run(settings(eval_tokens=60), resume=True, progress=listener)
+    assert told in listener.notes[0]
+    assert_equal_runs(run(settings(eval_tokens=60), "third").out, out)
 
 
 def test_resume_without_a_checkpoint_begins_at_step_0(settings: Settings, run: Callable[..., TrainResult]) -> None:

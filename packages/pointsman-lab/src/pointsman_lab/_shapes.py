@@ -128,7 +128,7 @@ SHAPES: dict[str, Any] = {
         "placement": {"*": {"*": float}}, "cache": {"size": int, "layers": {"*": {"*": float}}},
     },
     "manifest.json": {"step": int, "files": {"*": {"bytes!": int, "sha256!": str}}, "aliases": {"*": {"*": str}}},
-    "state.json": {"config": dict, "data": str, "vocabulary": str, "environment": dict},
+    "state.json": {"config": {"model": dict}, "data": str, "vocabulary": str, "environment": dict},
 }  # fmt: skip
 """File name, in which "*" stands for anything, -> shape."""
 METRICS_ROW = {"kind!": str, "step!": int, "layer": str, "load": [MAYBE]}

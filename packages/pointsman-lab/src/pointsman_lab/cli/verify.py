@@ -101,7 +101,6 @@ def faults(root: Path, kind: str) -> Iterator[str]:
 def checks(root: Path, kind: str) -> Iterator[Check]:
     """What each command that reads the folder does, the smallest parts first."""
     from pointsman.traces import RoutingTrace
-    from pointsman_lab.finetuning.run import open_run
     from pointsman_lab.report.page import render
     from pointsman_lab.runs.checkpoints import open_checkpoint
     from pointsman_lab.training.compare import check_runs
@@ -122,7 +121,7 @@ def checks(root: Path, kind: str) -> Iterator[Check]:
         elif theirs and place.name.endswith(INDEX[:1] if safe else INDEX):
             yield place, partial(_shards, place)
         elif place.name == paths.CONFIG and (place.parent / paths.CHECKPOINTS).is_dir() and not theirs:
-            yield place.parent, partial(open_run, place.parent)
+            yield place.parent, partial(_opened, place.parent)
         elif place.name.startswith("step-") and place.parent.name == paths.CHECKPOINTS and place.is_dir():
             yield place, partial(open_checkpoint, place)
         elif place.name == paths.FINETUNE and place.parent != root and not theirs:
@@ -193,6 +192,15 @@ def _entry(root: Path, place: Path, theirs: bool) -> None:
                 raise RunError(f"{place}: a value of {value} at k = {result['top_k']}, its nats say {worth(nats)}")
         if place.name == paths.EXPLORER and not readable(found):
             raise RunError(f"{place}: no whole sample; `report` makes it anew or leaves it out")
+
+
+def _opened(run: Path) -> None:
+    from pointsman_lab.finetuning.run import open_run
+
+    passed_over: list[str] = []
+    open_run(run, note=passed_over.append)
+    if passed_over:
+        raise RunError(passed_over[0])
 
 
 def _vocabulary(file: Path) -> None:

@@ -173,14 +173,18 @@ def last_checkpoint(
     return None
 
 
-def whole_checkpoint(folder: Path, note: Callable[[str], None] | None = None) -> Checkpoint:
-    """The latest whole checkpoint of a `checkpoints` folder; `note` is told of those that are passed over."""
+def whole_checkpoint(
+    folder: Path,
+    note: Callable[[str], None] | None = None,
+    usable: Callable[[Checkpoint], str | None] = lambda checkpoint: None,
+) -> Checkpoint:
+    """`last_checkpoint`; CheckpointError where there is none."""
     passed: list[str] = []
-    checkpoint = last_checkpoint(folder, passed.append)
+    checkpoint = last_checkpoint(folder, passed.append, usable)
     if checkpoint is None:
         why = passed[0] if passed else "the run has not saved yet"
         others = f" (and {len(passed) - 1} older ones are no better)" if len(passed) > 1 else ""
-        raise RunError(f"{folder.parent} has no whole checkpoint: {why}{others}")
+        raise CheckpointError(f"{folder.parent} has no whole checkpoint: {why}{others}")
     if note:
         for line in passed:
             note(line)

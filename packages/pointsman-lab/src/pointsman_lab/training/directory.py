@@ -12,11 +12,12 @@ from pointsman.routers.frame.registry import has_one_k
 from pointsman_lab._files import is_taken, read_text, read_whole_json, within, write_whole
 from pointsman_lab._values import finite, name_fault
 from pointsman_lab.registry import read_vocabulary
-from pointsman_lab.runs.checkpoints import CheckpointError, steps_of
+from pointsman_lab.runs.checkpoints import Checkpoint, CheckpointError, open_checkpoint, steps_of
 from pointsman_lab.runs.imports import check_origin
 from pointsman_lab.runs.paths import CHECKPOINTS, COMPARISON, CONFIG, ENVIRONMENT, METRICS, VOCABULARY
 from pointsman_lab.runs.record import read_metrics, refuse_model
 from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.settings import flat, without_effect
 
 
 class RunDirectory:
@@ -76,6 +77,21 @@ class RunDirectory:
         told = "another process works there" if is_taken(self.path) else f"it has no {CONFIG}"
         if is_taken(self.path) or not self.exists:
             raise RunError(f"{self.path} was removed or renamed while the run trained: {told}; nothing more is saved")
+
+    def foreign(self, config: RunConfig, checkpoint: Checkpoint) -> str | None:
+        """Why a checkpoint is another run's, by its settings; None if it may be this one's. Data have a fingerprint."""
+        saved, free = flat(checkpoint.state.get("config", {})), without_effect(config.model.family) | {"data"}
+        for name, value in flat(config.to_dict()).items():
+            if name not in free and saved.get(name, value) != value:
+                return f"its {name} is {saved[name]!r}, not {value!r} as in {CONFIG}"
+        return None
+
+    def open(self, config: RunConfig, step: int) -> Checkpoint:
+        """The checkpoint of this step; CheckpointError where it is damaged or another run's."""
+        checkpoint = open_checkpoint(self.checkpoints / f"step-{step}")
+        if told := self.foreign(config, checkpoint):
+            raise CheckpointError(f"checkpoint {checkpoint.path} is foreign: {told}")
+        return checkpoint
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
         write_whole(self.path / name, json.dumps(values, indent=2) + "\n")

@@ -15,7 +15,7 @@ from pointsman._errors import RunError
 from pointsman.control import named_routers
 from pointsman_lab.data.download import DataProgress
 from pointsman_lab.models.config import build_model
-from pointsman_lab.runs.checkpoints import open_checkpoint, whole_checkpoint
+from pointsman_lab.runs.checkpoints import whole_checkpoint
 from pointsman_lab.runs.comparison import read_plan, saved_runs
 from pointsman_lab.runs.paths import FINETUNE, VOCABULARY, run_path
 from pointsman_lab.training.checkpoint import fitting_model
@@ -108,10 +108,12 @@ def load_run(
     if not finetuning and (directory.path / FINETUNE).is_file():
         raise RunError(f"{path} is a fine-tuned run: give the pre-trained one")
     config = directory.config()
-    last = whole_checkpoint(directory.checkpoints, note) if step is None else None
-    if last:
-        step = directory.chosen_step(config, last.step)
-    checkpoint = last if last and step == last.step else open_checkpoint(directory.checkpoints / f"step-{step}")
+    if step is None:
+        checkpoint = whole_checkpoint(directory.checkpoints, note, partial(directory.foreign, config))
+        chosen = directory.chosen_step(config, checkpoint.step)
+        checkpoint = checkpoint if chosen == checkpoint.step else directory.open(config, chosen)
+    else:
+        checkpoint = directory.open(config, step)
     model = fitting_model(partial(build, config), config.model.num_layers, checkpoint)
     vocabulary = directory.vocabulary()
     if checkpoint.state.get("vocabulary", vocabulary.digest) != vocabulary.digest:

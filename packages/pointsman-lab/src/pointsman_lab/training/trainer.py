@@ -22,7 +22,6 @@ from pointsman_lab.runs.checkpoints import (
     Checkpoint,
     CheckpointError,
     last_checkpoint,
-    open_checkpoint,
     prune,
     remove_leftovers,
 )
@@ -177,10 +176,10 @@ def _restored(
             )
         try:
             if (chosen := directory.chosen_step(state.config, checkpoint.step)) != checkpoint.step:
-                open_checkpoint(directory.checkpoints / f"step-{chosen}")
+                directory.open(state.config, chosen)
         except CheckpointError as error:
             return f"the weights that its validations chose are lost: {error}"
-        return misfit(state.model, stored_tensors(checkpoint, "model"))
+        return misfit(state.model, stored_tensors(checkpoint, "model")) or directory.foreign(state.config, checkpoint)
 
     def find() -> Checkpoint | None:
         remove_leftovers(directory.checkpoints)
