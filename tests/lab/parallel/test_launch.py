@@ -62,8 +62,9 @@ def test_a_launcher_that_was_killed_leaves_no_folder_once_another_begins(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_number_of_restarts_has_an_end(tmp_path: Path) -> None:
+def test_the_number_of_restarts_has_an_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run("os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)", tmp_path, restarts=1) == 137
+    assert capfd.readouterr().err.count("rank 1 was ended by SIGKILL") == 2, "the last time, too"
     assert run("sys.exit(75) if rank else time.sleep(60)", tmp_path, restarts=1) == 75
 
 

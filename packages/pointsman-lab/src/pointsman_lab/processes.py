@@ -88,10 +88,10 @@ def launch(command: Sequence[str], count: int, restarts: int, again: Sequence[st
             if signals and code < 0:
                 raise KeyboardInterrupt
             lost = code < 0 or code == LOST
-            if not lost or signals or attempt == restarts:
-                return code if code >= 0 else 128 - code
             if code < 0:
                 print(f"pointsman: rank {rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)
+            if not lost or signals or attempt == restarts:
+                return code if code >= 0 else 128 - code
             print(f"pointsman: starting again ({attempt + 1} of {restarts})", file=sys.stderr, flush=True)
             command += [word for word in again if word not in command]
     raise AssertionError
