@@ -47,6 +47,17 @@ def test_a_run_a_comparison_a_checkpoint_and_a_trace_are_whole(
     assert verified(capsys, tmp_path)[0] == 2
 
 
+def test_exported_weights_are_no_run_that_is_not_finished(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(run), "--out", str(tmp_path / "mine")]) == 0
+    capsys.readouterr()
+    assert verified(capsys, tmp_path / "mine") == (0, [f"{tmp_path / 'mine'}: exported weights, 3 files: whole"])
+    weights = tmp_path / "mine" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert verified(capsys, tmp_path / "mine")[0] == 1
+
+
 def test_a_fine_tuning_that_is_not_finished_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = write_comparison(tmp_path / "mine", ["smoe"], [0], steps=4)
     tuned = write_finetuning(out / "runs/r0/seed-0", "sst2", "smoe", 0, metric=0.7)

@@ -40,7 +40,7 @@ Check = tuple[Path, Callable[[], object]]
 
 def parser() -> Parser:
     flags = Parser("verify", "Say whether a folder is whole, and what in it would be refused.", EPILOG)
-    told = "a run, comparison, exam, audit, checkpoint, Hugging Face model, or a routing trace"
+    told = "a run, comparison, exam, audit, checkpoint, export, Hugging Face model, or a routing trace"
     flags.add("folder FOLDER", told, type=Path)
     flags.common("a folder for the lines, as verify.txt", settings="")
     return flags
@@ -76,7 +76,8 @@ def kind_of(root: Path) -> str:
         if os.path.lexists(root / name):
             return kind
     if os.path.lexists(root / paths.CONFIG):
-        return "a Hugging Face model" if is_model(root) else "a run"
+        exported = "exported weights" if os.path.lexists(root / "model.safetensors") else "a run"
+        return "a Hugging Face model" if is_model(root) else exported
     raise RunError(f"{root}: no run, comparison, exam, audit, checkpoint, Hugging Face model or routing trace")
 
 
@@ -104,19 +105,20 @@ def checks(root: Path, kind: str) -> Iterator[Check]:
     from pointsman_lab.report.page import render
     from pointsman_lab.runs.checkpoints import open_checkpoint
     from pointsman_lab.training.compare import check_runs
+    from pointsman_lab.training.directory import RunDirectory
 
     if kind == "a routing trace":
         yield root, partial(RoutingTrace.load, root)
         return
     if kind == "an exam":
         yield root, partial(_examined, root)
-    theirs = kind == "a Hugging Face model"
+    theirs, exported = kind == "a Hugging Face model", kind == "exported weights"
     places = list(entries(root))
     safe = any(place.suffix == ".safetensors" for place in places)  # transformers reads these alone then
     for place in places:
         yield place, partial(_entry, root, place, theirs)
     for place in places:
-        if theirs and place.suffix == ".safetensors" and place.is_file():
+        if (theirs or exported) and place.suffix == ".safetensors" and place.is_file():
             yield place, partial(_tensors, place)
         elif theirs and place.name.endswith(INDEX[:1] if safe else INDEX):
             yield place, partial(_shards, place)
@@ -135,6 +137,9 @@ def checks(root: Path, kind: str) -> Iterator[Check]:
     parts = any(fnmatchcase(name, "model-*-of-*.safetensors") for name in names)
     if theirs and parts and not names & {"model.safetensors", f"model{INDEX[0]}"}:
         yield root, partial(_refuse, f"{root}: model{INDEX[0]} is missing, which lists its parts")
+    if exported:
+        yield root, RunDirectory(root).config
+        yield root, RunDirectory(root).vocabulary
     if kind == "a checkpoint":
         yield root, partial(open_checkpoint, root)
     elif kind in ("a run", "an audit", "a comparison"):
