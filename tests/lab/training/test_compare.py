@@ -98,3 +98,14 @@ def test_seeds_of_one_row_are_evaluated_at_the_same_k(settings: Callable[..., Ru
         merged(Plan(other, ("smoe", "xmoe"), (0,)), tmp_path)
     assert merged(Plan(other, ("smoe",), (0, 1)), tmp_path).base == other
     assert merged(Plan(other, ("xmoe", "switch", "dense"), (0,)), tmp_path).base == other, "rows may differ"
+
+
+def test_a_finished_run_without_its_settings_is_told(settings: Callable[..., RunConfig], tmp_path: Path) -> None:
+    """No table could have its row."""
+    plan = Plan(settings(steps=1, eval_tokens=50, eval_top_k=(1,)), ("smoe",), (0,))
+    compare(plan, tmp_path, progress=Quiet())
+    (run_path(tmp_path, "smoe", 0) / CONFIG).unlink()
+    with pytest.raises(
+        RunError, match=r"seed-0 has checkpoints but no config\.json.*; choose .* or move this folder away"
+    ):
+        compare(plan, tmp_path, progress=Quiet())

@@ -21,7 +21,7 @@ from pointsman_lab.runs.comparison import required_plan, saved_runs
 from pointsman_lab.runs.imports import import_named, import_recorded, imports_of, named_before
 from pointsman_lab.runs.paths import EVALUATION, FINETUNE, REPEAT, finetuned_path, run_path
 from pointsman_lab.training.compare import default_jobs
-from pointsman_lab.training.directory import RunDirectory
+from pointsman_lab.training.directory import ELSEWHERE, RunDirectory
 from pointsman_lab.training.jobs import Hosts, Work, do_all
 from pointsman_lab.training.run import Run, load_run
 from pointsman_lab.training.state import Interrupted
@@ -144,12 +144,10 @@ def _check_same(directory: RunDirectory, about: dict[str, Any]) -> None:
     before = directory.read_json(FINETUNE) or about
     differing = [key for key in about | before if about.get(key) != before.get(key)]
     if differing == ["pretrained"]:
-        raise RunError(
-            f"{directory.path} was fine-tuned from other weights: pre-training went on; choose another --out"
-        )
+        raise RunError(f"{directory.path} was fine-tuned from other weights: pre-training went on; {ELSEWHERE}")
     if differing:
         told = "; ".join(f"{key} is {before.get(key)!r} there, {about.get(key)!r} here" for key in differing)
-        raise RunError(f"{directory.path} holds a fine-tuning of another configuration: {told}; choose another --out")
+        raise RunError(f"{directory.path} holds a fine-tuning of another configuration: {told}; {ELSEWHERE}")
 
 
 def compare_tasks(

@@ -174,8 +174,8 @@ def compare(
     every = [(router, seed) for seed in plan.seeds for router in plan.routers]
 
     def finished(router: str, seed: int) -> bool:  # its checkpoints need not be there any more
-        record = RunDirectory(run_path(out, router, seed)).read_json(EVALUATION)
-        return task.is_current(record, plan.config(router, seed))
+        run = RunDirectory(run_path(out, router, seed))
+        return run.exists and task.is_current(run.read_json(EVALUATION), plan.config(router, seed))
 
     with ExitStack() as held:
 

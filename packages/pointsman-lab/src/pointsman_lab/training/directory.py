@@ -19,6 +19,8 @@ from pointsman_lab.runs.record import read_metrics, refuse_model
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.settings import flat, without_effect
 
+ELSEWHERE = "choose another --out, or move this folder away"
+
 
 class RunDirectory:
     """The files of one run."""
@@ -59,7 +61,7 @@ class RunDirectory:
         if self.exists:
             if differing := self.config().differing(config):
                 told = "; ".join(f"{name} is {here!r} there, {ours!r} here" for name, (here, ours) in differing.items())
-                raise RunError(f"{self.path} holds a run of another configuration: {told}; choose another --out")
+                raise RunError(f"{self.path} holds a run of another configuration: {told}; {ELSEWHERE}")
             if not resume:
                 done = max(steps_of(self.checkpoints), default=0)
                 raise RunError(
@@ -68,9 +70,9 @@ class RunDirectory:
                 )
         elif steps_of(self.checkpoints):
             foreign = f"has checkpoints but no {CONFIG}: it is damaged or foreign"
-            raise RunError(f"{self.path} {foreign}; choose another --out")
+            raise RunError(f"{self.path} {foreign}; {ELSEWHERE}")
         elif self.path.is_dir() and any(not entry.name.startswith(".") for entry in self.path.iterdir()):
-            raise RunError(f"{self.path} is not empty and holds no run; choose another --out")
+            raise RunError(f"{self.path} is not empty and holds no run; {ELSEWHERE}")
 
     def check_kept(self) -> None:
         """RunError where the claimed directory is not there any more: what is written now could not be resumed."""
