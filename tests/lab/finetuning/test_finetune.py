@@ -233,6 +233,12 @@ def test_what_cannot_be(run: Path, task: str, tmp_path: Path) -> None:
         finetune(run, Finetuning(task, steps=3, settings=FAST), out=tmp_path)
     with pytest.raises(RunError, match="pooling is 'last' there, 'mean' here"):
         finetune(run, Finetuning(task, steps=2, pooling="mean", settings=FAST), out=tmp_path)
+    for damage in ("", "{"):
+        kept = (tmp_path / "finetune.json").read_text()
+        (tmp_path / "finetune.json").write_text(damage)
+        with pytest.raises(RunError, match=r"has no whole finetune\.json"):
+            finetune(run, Finetuning(task, steps=2, settings=FAST), out=tmp_path)
+        (tmp_path / "finetune.json").write_text(kept)
     about = json.loads((tmp_path / "finetune.json").read_text())
     about["pretrained"]["sha256"] = "0"
     (tmp_path / "finetune.json").write_text(json.dumps(about))

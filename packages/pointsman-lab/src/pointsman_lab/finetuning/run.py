@@ -16,7 +16,7 @@ from pointsman_lab.finetuning.settings import Finetuning
 from pointsman_lab.finetuning.task import FineTuning
 from pointsman_lab.progress import Progress, Quiet, Stop
 from pointsman_lab.registry import learner
-from pointsman_lab.runs.checkpoints import checksums
+from pointsman_lab.runs.checkpoints import checksums, steps_of
 from pointsman_lab.runs.comparison import required_plan, saved_runs
 from pointsman_lab.runs.imports import import_named, import_recorded, imports_of, named_before
 from pointsman_lab.runs.paths import EVALUATION, FINETUNE, REPEAT, finetuned_path, run_path
@@ -141,7 +141,10 @@ def identity(run: Run) -> dict[str, str]:
 
 def _check_same(directory: RunDirectory, about: dict[str, Any]) -> None:
     """RunError if the directory holds a fine-tuning of other weights or settings."""
-    before = directory.read_json(FINETUNE) or about
+    before = directory.read_json(FINETUNE)
+    if before is None and (steps_of(directory.checkpoints) or (directory.path / EVALUATION).exists()):
+        raise RunError(f"{directory.path} has no whole {FINETUNE}, which says what was fine-tuned; {ELSEWHERE}")
+    before = before or about  # a new one
     differing = [key for key in about | before if about.get(key) != before.get(key)]
     if differing == ["pretrained"]:
         raise RunError(f"{directory.path} was fine-tuned from other weights: pre-training went on; {ELSEWHERE}")
