@@ -82,7 +82,7 @@ class RunDirectory:
 
     def foreign(self, config: RunConfig, checkpoint: Checkpoint) -> str | None:
         """Why a checkpoint is another run's, by its settings; None if it may be this one's. Data have a fingerprint."""
-        saved, free = flat(checkpoint.state.get("config", {})), without_effect(config.model.family) | {"data"}
+        saved, free = flat(checkpoint.state.get("config", {})), without_effect(config.model.family) | {"data", "format"}
         for name, value in flat(config.to_dict()).items():
             if name not in free and saved.get(name, value) != value:
                 return f"its {name} is {saved[name]!r}, not {value!r} as in {CONFIG}"
