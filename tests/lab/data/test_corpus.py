@@ -238,6 +238,9 @@ def test_the_cache_follows_the_file(tmp_path: Path, cache: Path) -> None:
     assert len(list((cache / "tokens").iterdir())) == 2
     assert other.fingerprint != first.fingerprint
     assert text_of(other, "train").startswith(b"line 0 of a large text")
+    write(path, TEXT.replace("small", "broad"))  # of the same size, and as `cp -p` leaves it of the same time
+    os.utime(path, (1, 1))
+    assert text_of(load_corpus(str(path), cache_dir=cache), "train").startswith(b"line 0 of a broad text")
     assert [entry.name for entry in path.parent.iterdir()] == ["a.txt"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -228,6 +229,16 @@ def test_blocks_are_cached_and_a_damaged_cache_is_made_anew(
     assert (again.fingerprint, again.note, again.description) == (made.fingerprint, made.note, made.description)
     file.write_bytes(file.read_bytes()[:-40])
     assert open_blocks(f"multilingual:{folder}", length=32, size=150).fingerprint == made.fingerprint
+
+
+def test_cached_blocks_are_not_those_of_other_text_of_the_same_size_and_time(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "texts")
+    made = open_blocks(f"multilingual:{tmp_path / 'texts'}", length=32, size=150)
+    text = tmp_path / "texts" / "aa.txt"
+    before = text.stat().st_mtime_ns
+    text.write_text(text.read_text().upper())
+    os.utime(text, ns=(before, before))  # as `cp -p` leaves it
+    assert open_blocks(f"multilingual:{tmp_path / 'texts'}", length=32, size=150).fingerprint != made.fingerprint
 
 
 @pytest.mark.parametrize(

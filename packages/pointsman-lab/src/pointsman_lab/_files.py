@@ -70,6 +70,15 @@ def find(root: Path, pattern: str) -> list[Path]:
     return [within(root, str(place.relative_to(root))) for place in sorted(root.glob(pattern))]
 
 
+def stamp(file: Path) -> tuple[int, int, int]:
+    """What changes with a file's content: its size, its time, and the time that the system sets, which no copy keeps.
+
+    The first two may stay: archives and copies with their times (`cp -p`, `rsync -t`) bring other content of one size.
+    """
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
 def open_named(file: Path) -> IO[bytes]:
     """A file that the user named, open for reading; raises as `open_ordinary` does."""
     return open(open_ordinary(file), "rb")

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman_lab._files import user_cache_folder
+from pointsman_lab._files import stamp, user_cache_folder
 from pointsman_lab.data.cache import FORMAT, Tokens, cached
 from pointsman_lab.data.catalog import CORPORA, SPLITS, DataSpec, Level, data_folder, parse_data
 from pointsman_lab.data.download import DataProgress, download
@@ -152,15 +152,14 @@ class _Build:
     @property
     def key(self) -> str:
         """The cache key: depends on the files, the options, the vocabulary and the format."""
-        files: dict[str, tuple[int, int]] = {}
+        files: dict[str, tuple[int, int, int]] = {}
         stretches: dict[str, list[tuple[str, int, int]]] = {}
         for split, spans in self.source.parts.items():
             stretches[split] = []
             for span in spans:
                 path = str(span.path.resolve())
                 with reading(span.path):
-                    status = span.path.stat()
-                files[path] = (status.st_size, status.st_mtime_ns)
+                    files[path] = stamp(span.path)
                 stretches[split].append((path, span.start, span.stop))
         vocabulary = self.vocabulary.digest if self.vocabulary else None
         what = [FORMAT, files, stretches, self.source.level, self.keep_newlines, vocabulary]

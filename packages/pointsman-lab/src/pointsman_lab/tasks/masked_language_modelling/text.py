@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman_lab._files import user_cache_folder, user_path, write_whole
+from pointsman_lab._files import stamp, user_cache_folder, user_path, write_whole
 from pointsman_lab.data.catalog import data_folder, parse_options
 from pointsman_lab.data.download import DataProgress
 from pointsman_lab.data.pieces import MultilingualText, Pieces, learn_pieces
@@ -221,8 +221,8 @@ def open_blocks(
     return packed
 
 
-def _files(kind: str, folder: Path) -> Iterator[tuple[str, int, int]]:
-    """(path, size, time) of every file that the text comes from."""
+def _files(kind: str, folder: Path) -> Iterator[tuple[str, int, int, int]]:
+    """The path and `stamp` of every file that the text comes from."""
     if kind == "xtreme-text":
         folders = {source.folder for task in XTREME.values() for source in (task.train, task.test)} | {"multi30k"}
         places = (task_folder(name, folder) for name in sorted(folders))
@@ -230,8 +230,7 @@ def _files(kind: str, folder: Path) -> Iterator[tuple[str, int, int]]:
     else:  # no deeper: a run may lie beside the texts
         files = sorted({*folder.glob("*"), *folder.glob("*/train*"), *folder.glob("*/valid*")})
     for file in filter(Path.is_file, files):
-        status = file.stat()
-        yield str(file.resolve()), status.st_size, status.st_mtime_ns
+        yield str(file.resolve()), *stamp(file)
 
 
 def _written(packed: PackedText) -> bytes:
