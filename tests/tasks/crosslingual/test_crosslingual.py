@@ -314,6 +314,7 @@ def test_the_papers_preset_freezes_and_has_the_scripts_rates(run: Path, data: Pa
     ("spec", "words"),
     [
         ("xnli:languages=en+xx", "no test part in 'xx'"),
+        ("xnli:languages=de+de", "'de' is named twice"),
         ("xnli:lang=en", "unknown option 'lang'"),
         ("pawsx", "pawsx has no train part"),
     ],

@@ -275,6 +275,7 @@ def test_a_file_that_is_no_text_of_a_language_is_named(name: str, tmp_path: Path
     ("option", "words"),
     [
         ("languages=", "languages='': a value is missing"), ("languages=aa+", "no text in ''"),
+        ("languages=aa+bb+aa", "'aa' is named twice"),
         ("language=en", "unknown option 'language': did you mean 'languages'"),
         ("languages=en:languages=de", "languages is given twice"),
     ],

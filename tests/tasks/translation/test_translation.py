@@ -233,6 +233,7 @@ def test_targets_are_inputs_one_step_later(settings: Callable[..., RunConfig]) -
         ("parallel:FOLDER:from=en", "other languages than the target"),
         ("parallel:FOLDER:form=de", "option 'form'"),
         ("parallel:FOLDER:from=de:from=fr", "from is given twice"),
+        ("parallel:FOLDER:from=de+de", "'de' is named twice"),
         ("parallel:/nowhere:from=de", "there is no folder"),
     ],
 )

@@ -108,6 +108,14 @@ def parse_options(where: str, options: Iterable[str], allowed: Mapping[str, Sequ
     return values
 
 
+def parse_languages(where: str, text: str) -> tuple[str, ...]:
+    """The languages of `en+de`, each once; "": none."""
+    found = tuple(text.split("+")) if text else ()
+    if twice := [language for language in found if found.count(language) > 1]:
+        raise RunError(f"{where}: {twice[0]!r} is named twice; allowed are different languages, as en+de")
+    return found
+
+
 def percent(name: str) -> int:
     """A number from 0 to 99 by a hash of the name, equal on every machine."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 100

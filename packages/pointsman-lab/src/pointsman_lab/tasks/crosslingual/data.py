@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman_lab.data.catalog import parse_options
+from pointsman_lab.data.catalog import parse_languages, parse_options
 from pointsman_lab.tasks.crosslingual.formats import Pair, Question, Tagged
 from pointsman_lab.tasks.crosslingual.scores import Prediction, entities, same_words
 from pointsman_lab.tasks.crosslingual.xtreme import ENGLISH, XTREME, Item, components, hashed, load_task, task_folder
@@ -60,7 +60,8 @@ class XtremeData:
 def load_xtreme(spec: str, data_dir: Path | None) -> XtremeData:
     """`TASK[:languages=en+de]`, from the published files in the data folder."""
     name, *options = spec.split(":")
-    wanted = parse_options(f"task {spec!r}", options, {"languages": ()}).get("languages")
+    asked = parse_options(f"task {spec!r}", options, {"languages": ()}).get("languages", "")
+    wanted = parse_languages(f"task {spec!r}", asked)
     if data_dir is None:
         raise RunError(f"the task {name} needs the data folder: set POINTSMAN_DATA")
     task = XTREME[name]
@@ -68,7 +69,7 @@ def load_xtreme(spec: str, data_dir: Path | None) -> XtremeData:
     rows = trained.rows.get(ENGLISH, [])
     reported = load_task(name, data_dir, "test")
     tests = reported.rows
-    chosen = wanted.split("+") if wanted else sorted(tests, key=lambda language: (language != ENGLISH, language))
+    chosen = wanted or sorted(tests, key=lambda language: (language != ENGLISH, language))
     for language in chosen:
         if language not in tests:
             raise RunError(f"task {spec!r}: no test part in {language!r}: {did_you_mean(language, tests)}")

@@ -29,7 +29,7 @@ import numpy as np
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._files import stamp, user_cache_folder, user_path, write_whole
-from pointsman_lab.data.catalog import data_folder, parse_options
+from pointsman_lab.data.catalog import data_folder, parse_languages, parse_options
 from pointsman_lab.data.download import DataProgress
 from pointsman_lab.data.pieces import MultilingualText, Pieces, learn_pieces
 from pointsman_lab.data.reading import files_below, find_file, read_lines
@@ -61,7 +61,7 @@ def _parsed(spec: str, data_dir: Path | None) -> tuple[str, Path, tuple[str, ...
     body, *options = _OPTION.split(spec)
     kind, _, path = body.partition(":")
     chosen = parse_options(f"data {spec!r}", options, {"languages": ()})
-    wanted = tuple(chosen["languages"].split("+")) if chosen else ()
+    wanted = parse_languages(f"data {spec!r}", chosen.get("languages", ""))
     if body == "xtreme-text":
         if data_dir is None or not data_dir.is_dir():
             raise RunError("xtreme-text is made from the tasks in the data folder: set POINTSMAN_DATA")

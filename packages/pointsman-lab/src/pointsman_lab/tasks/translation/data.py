@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._files import user_path
-from pointsman_lab.data.catalog import data_folder, parse_options
+from pointsman_lab.data.catalog import data_folder, parse_languages, parse_options
 from pointsman_lab.data.pieces import END, MultilingualText, Pieces, learn_pieces
 from pointsman_lab.data.reading import find_file, read_lines
 
@@ -83,7 +83,7 @@ def open_parallel(spec: str) -> ParallelText:
         )
     usual = {"from": "de+fr+cs" if name == "multi30k" else "", "to": "en"}
     chosen = usual | parse_options(f"data {spec!r}", options, dict.fromkeys(usual, ()))
-    sources = [language for language in chosen["from"].split("+") if language]
+    sources = list(parse_languages(f"data {spec!r}", chosen["from"]))
     if not root.is_dir():
         raise RunError(f"there is no folder {root}")
     if name == "wmt":
