@@ -121,6 +121,10 @@ def test_a_folder_of_texts(tmp_path: Path, cache: Path) -> None:
     assert text_of(loaded, "train") == b"z" * 400 + b"b" * 500
     assert text_of(loaded, "valid") == text_of(loaded, "test") == b"c" * 50
     assert "3 files in the order of their names" in loaded.description
+    (folder / "linked").symlink_to(tmp_path)
+    told = load_corpus(str(folder), cache_dir=cache).description
+    assert "(left out as empty, compressed, no text or a linked folder: 4: empty.txt, …);" in told
+    assert "left out" not in load_corpus(str(folder / "a"), cache_dir=cache).description
 
 
 def test_a_folder_with_its_own_parts(tmp_path: Path, cache: Path) -> None:
@@ -143,6 +147,7 @@ def test_a_folder_with_its_own_parts(tmp_path: Path, cache: Path) -> None:
     ("name", "content", "message"),
     [
         ("train.txt.gz", b"\x1f\x8b packed", "the train part by its name, is compressed: decompress it first"),
+        ("train.parquet", b"PAR1", "the train part by its name, is a Parquet table: write its text into a text file"),
         ("train.txt", b"", "the train part by its name, is empty or not text"),
         ("Dev.bin", b"a\0b", "the valid part by its name, is empty or not text"),
     ],

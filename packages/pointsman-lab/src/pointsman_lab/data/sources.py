@@ -136,7 +136,7 @@ def _file(path: Path, level: Level | None) -> Source:
         if known := _whole(name, path, level):
             return known
     if path.suffix.lower() in _PACKED:
-        raise RunError(f"{path} is compressed: decompress it first")
+        raise RunError(f"{path} is {_unpacked_how(path)}")
     if not path.is_file():
         raise RunError(f"{path} is not an ordinary file")
     level = level or "byte"
@@ -148,7 +148,8 @@ def _folder(folder: Path, forced: Level | None) -> Source:
         if known := _whole(name, folder, forced) or _in_parts(name, folder.resolve(), forced):
             return known
     walked = list(_walk(folder))
-    files = [path for path in walked if path.suffix.lower() not in _PACKED and _is_text(path)]
+    ordinary = [path for path in walked if path.is_file()]
+    files = [path for path in ordinary if path.suffix.lower() not in _PACKED and _is_text(path)]
     name = folder.resolve().name
     parts: dict[str, Path] = {}
     for path in files:
@@ -157,11 +158,11 @@ def _folder(folder: Path, forced: Level | None) -> Source:
             raise RunError(f"the folder {folder} has two {split} files: {parts[split].name} and {path.name}")
         if split:
             parts[split] = path
-    for path in walked:
+    for path in ordinary:
         packed = path.suffix.lower() in _PACKED
         split = PART_STEMS.get(path.with_suffix("" if packed else path.suffix).stem.lower())
         if path.parent == folder and split and split not in parts:
-            told = "compressed: decompress it first" if packed else "empty or not text: remove or rename it"
+            told = _unpacked_how(path) if packed else "empty or not text: remove or rename it"
             raise RunError(f"{path}, the {split} part by its name, is {told}")
     if not files:
         raise RunError(f"the folder {folder} holds no text file")
@@ -170,11 +171,20 @@ def _folder(folder: Path, forced: Level | None) -> Source:
         spans = {split: (_whole_span(parts[split]),) for split in SPLITS if split in parts}
         return Source(name, level, spans, "its own parts: " + ", ".join(parts[split].name for split in spans))
     note = f"{len(files)} files in the order of their names, split by position 90 / 5 / 5 %"
+    taken = set(files)
+    if left := [str(path.relative_to(folder)) for path in walked if path not in taken]:
+        names = f"{left[0]}, …" if len(left) > 1 else left[0]
+        note += f" (left out as empty, compressed, no text or a linked folder: {len(left):,}: {names})"
     return Source(name, level, _by_position([_whole_span(path) for path in files], level), note)
 
 
+def _unpacked_how(path: Path) -> str:
+    table = path.suffix.lower() == ".parquet"
+    return "a Parquet table: write its text into a text file" if table else "compressed: decompress it first"
+
+
 def _walk(folder: Path) -> Iterator[Path]:
-    """Regular files below a folder, by name, without hidden files and linked folders."""
+    """What is below a folder, by name, but for hidden files; linked folders are not entered."""
     with reading(folder):
         entries = sorted(folder.iterdir())
     for path in entries:
@@ -182,7 +192,7 @@ def _walk(folder: Path) -> Iterator[Path]:
             continue
         if path.is_dir() and not path.is_symlink():
             yield from _walk(path)
-        elif path.is_file():
+        else:
             yield path
 
 
