@@ -127,6 +127,7 @@ def test_mistakes_in_a_folder_are_one_line(tmp_path: Path, change: dict[str, str
         ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: nested too deeply"),
         ("a.jsonl", rb'{"text": "\ud800", "label": 1}', "a.jsonl, line 1: half a surrogate pair"),
         ("a.jsonl", b'{"text": 3, "label": 1}', "must be a text"),
+        ("a.jsonl", b'{"text": "good", "label": 1, "label": 0}', "line 1: the key 'label' is there twice"),
         ("a.csv", b"text,label\n\xff,1\n", "not UTF-8"),
         ("a.csv", b"label,text\n0,bad\n1,great, really great\n", "line 3: 3 columns; the header names 2: quote a text"),
         ("a.tsv", b"label\ttext\n1\tgreat\tgreat\n", "line 2: 3 columns; the header names 2: a text has a tab"),

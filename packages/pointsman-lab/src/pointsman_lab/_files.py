@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -233,6 +234,11 @@ def read_json(file: Path) -> dict[str, Any] | None:
         raise RunError(f"{file}: a JSON object is expected, found {type(value).__name__}")
     check_shape(value, shape_of(file.name) or {}, str(file))
     return value
+
+
+def keys_of(text: str) -> list[str]:
+    """The keys of a JSON object that `parse_json` has read, a key that is there twice included."""
+    return [key for key, _ in json.loads(text, object_pairs_hook=list)]
 
 
 def read_whole_json(file: Path) -> dict[str, Any] | None:

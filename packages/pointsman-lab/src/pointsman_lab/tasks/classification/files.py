@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman_lab._files import parse_json
+from pointsman_lab._files import keys_of, parse_json
 from pointsman_lab._shapes import MOST_LINE
 from pointsman_lab.data.reading import open_unpacked, reading
 
@@ -135,6 +135,9 @@ def _json_rows(file: Iterator[str], path: Path, columns: Columns) -> Iterator[tu
             raise RunError(f"{path}, line {number}: {error}") from None
         if not isinstance(row, Mapping):
             raise RunError(f"{path}, line {number}: a JSON object is needed, with text and label")
+        keys = keys_of(line)
+        if twice := [key for key in row if keys.count(key) > 1]:
+            raise RunError(f"{path}, line {number}: the key {twice[0]!r} is there twice: leave one")
         names = names or _names([str(key) for key in row], path, columns)
         text, label = (row.get(name) for name in names)
         if not isinstance(text, str) or label is None or isinstance(label, list | dict | float):
