@@ -17,7 +17,7 @@ import pytest
 
 from pointsman._errors import RunError
 from pointsman_lab.cli.main import main
-from pointsman_lab.report.cell import Cell, by_pretraining, metric, significantly_best, squared_variation
+from pointsman_lab.report.cell import Cell, Paired, by_pretraining, metric, significantly_best, squared_variation
 from pointsman_lab.report.language_table import LanguageTable
 from pointsman_lab.report.results import tidy
 from pointsman_lab.report.tables import ComparisonTable, cost_of
@@ -36,6 +36,8 @@ def test_cell_statistics_by_hand() -> None:
     assert cell.text(2) == "3.00 ± 2.65"
     assert Cell({4: 1.25}).text(1, sign=True) == "+1.2"
     assert (Cell({}).text(3), Cell({}).mean, Cell({4: 1.0}).std, Cell({4: 1.0}).interval) == ("-", None, None, None)
+    assert [Cell({0: -0.0004}).text(3, sign=sign) for sign in (False, True)] == ["0.000", "+0.000"]  # no -0.000
+    assert Paired([-0.004, -0.004]).text(2) == "+0.00"
     assert squared_variation({"load": [1.0, 3.0]}) == 0.25
 
 

@@ -134,8 +134,8 @@ class Grid:
 
 
 def formatted(figure: float | None, form: str = ".3f") -> str:
-    """A figure as a cell; `NONE` where there is none."""
-    return NONE if figure is None else format(figure, form)
+    """A figure as a cell, 0 without a sign; `NONE` where there is none."""
+    return NONE if figure is None else format(figure, f"z{form}" if form.startswith(".") else form)
 
 
 def _one_line(text: str) -> str:

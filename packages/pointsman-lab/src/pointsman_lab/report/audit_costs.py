@@ -79,7 +79,7 @@ def dropped(audit: Found) -> Part:
 def _schedules(audit: Found) -> Part:
     rows = [
         [one["kind"], f"{one['mean_k']:.2f}", " ".join(map(str, one["ks"].values())) if len(one["ks"]) <= 32 else NONE,
-         f"{100 * one['searched']:+.2f}",
+         f"{100 * one['searched']:+z.2f}",
          spread({"mean": one["share"], "half": one["share_half"]}, 2, sign=True, scale=100), KEPT[one["kept"]],
          " / ".join(_bytes(row["bytes"]) for row in one.get("serving") or ()) or NONE]
         for one in audit.get("schedules") or ()

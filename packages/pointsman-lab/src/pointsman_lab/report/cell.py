@@ -109,8 +109,8 @@ class Paired:
             return NONE
         half, plain = self.half, self.half_of(1)
         if not self.enough or half is None or plain is None:
-            return f"{self.mean:+.{decimals}f}"
-        return f"{self.mean:+.{decimals}f} ± {half:.{decimals}f} ({plain:.{decimals}f})"
+            return f"{self.mean:+z.{decimals}f}"
+        return f"{self.mean:+z.{decimals}f} ± {half:.{decimals}f} ({plain:.{decimals}f})"
 
     @property
     def sign(self) -> int | None:
@@ -144,7 +144,7 @@ class Cell:
         """`mean ± std` with this many decimals, the mean alone for one seed, '-' for none."""
         if self.mean is None:
             return NONE
-        mean = f"{self.mean * scale:{'+' if sign else ''}.{decimals}f}"
+        mean = f"{self.mean * scale:{'+' if sign else ''}z.{decimals}f}"
         return mean if self.std is None else f"{mean} ± {self.std * scale:.{decimals}f}"
 
     def shown(self, metric: Metric, *, sign: bool = False) -> str:

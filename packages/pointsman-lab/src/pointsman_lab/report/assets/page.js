@@ -5,7 +5,8 @@ const styleOf = new Map(DATA.routers.map((router, i) => [router, i]));
 
 function fixed(value, decimals = DATA.metric.decimals, sign = false) {
   if (value === null || value === undefined) return "-";
-  return (sign && value >= 0 ? "+" : "") + value.toFixed(decimals).replace("-", "−");
+  const shown = Number(value.toFixed(decimals)) || 0;  // never -0
+  return (sign && shown >= 0 ? "+" : "") + shown.toFixed(decimals).replace("-", "−");
 }
 function withSpread(p, decimals, sign) {
   return fixed(p.y, decimals, sign) + (p.std === null || p.std === undefined ? "" : ` ± ${fixed(p.std, decimals)}`);
