@@ -20,6 +20,12 @@ def test_text() -> None:
     assert Grid(["router", "k=1"], []).text() == "router  k=1\n-----------"
 
 
+def test_other_names_for_rows() -> None:
+    grid = Grid(["router", "x"], [["smoe", "1"], ["smoe k=2", "1"], ["k=2", "1"], ["a k=1", "1"]])
+    named = grid.named({"smoe": "Plain", "a k=1": "b"})
+    assert [row[0] for row in named.rows] == ["Plain", "Plain k=2", "k=2", "b"]
+
+
 def test_markdown() -> None:
     assert GRID.markdown().splitlines() == [
         "| router | k=1 | seeds |",

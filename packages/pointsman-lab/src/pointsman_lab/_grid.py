@@ -60,8 +60,13 @@ class Grid:
         return replace(self, header=[self.header[i] for i in at], rows=rows, best=best)
 
     def named(self, names: Mapping[str, str]) -> Grid:
-        """The grid with other names in its first column."""
-        return replace(self, rows=[[names.get(row[0], row[0]), *row[1:]] for row in self.rows])
+        """The grid with other names in its first column, also before a k ("smoe k=2")."""
+
+        def called(cell: str) -> str:
+            name, *k = [cell] if cell in names else cell.rsplit(" k=", 1)
+            return " k=".join([names.get(name, name), *k])
+
+        return replace(self, rows=[[called(row[0]), *row[1:]] for row in self.rows])
 
     def text(self, *, rule: bool = True) -> str:
         """Aligned columns, the first to the left and the others to the right; a rule below the header."""
