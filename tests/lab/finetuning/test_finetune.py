@@ -1,6 +1,7 @@
 """Fine-tuning a run: what trains, what stays, what is saved, and what goes on after an interruption."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,10 @@ from pointsman_lab.evaluation.passes import PLAIN
 from pointsman_lab.finetuning import Finetuning, finetune, open_run
 from pointsman_lab.finetuning.run import finetuned_task, identity
 from pointsman_lab.recipes import preset
+from pointsman_lab.report.commands import command
 from pointsman_lab.report.task_table import routing_of
 from pointsman_lab.runs.checkpoints import last_checkpoint
+from pointsman_lab.runs.comparison import read
 from pointsman_lab.runs.paths import finetuned_path
 from pointsman_lab.runs.record import read_run
 from pointsman_lab.training.checkpoint import checkpoint_tensors
@@ -74,7 +77,7 @@ def test_the_papers_settings_are_the_defaults(task: str) -> None:
 
 
 def test_from_the_command_line_to_accuracies_at_every_k(
-    run: Path, task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ["finetune", str(run), "--task", task, "--steps", "60", "--out", str(tmp_path / "out")]
     arguments += ["--set", "learning_rate=5e-3", "--set", "batch_size=8", "--device", "cpu"]
@@ -93,6 +96,14 @@ def test_from_the_command_line_to_accuracies_at_every_k(
     assert all(0 <= layer["top1"] <= 1 and layer["tokens"] > 0 for layer in layers.values())
     kinds = {row["kind"] for row in RunDirectory(tmp_path / "out").metrics()}
     assert {"train", "valid"} <= kinds
+    assert command(read(tmp_path / "out")).startswith("pointsman finetune RUN --task ")
+    shutil.copytree(run, tmp_path / "mine")
+    shutil.copytree(tmp_path / "out", finetuned_path(tmp_path / "mine", Finetuning(task).variant, 0))
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command(read(finetuned_path(Path("mine"), Finetuning(task).variant, 0))))
+    assert words[1:4] == ["finetune", "mine", "--task"]
+    assert main([*words[1:], "--device", "cpu"]) == 0  # finished: with other settings it would be refused
+    assert len(list((tmp_path / "mine" / "finetune").iterdir())) == 1
     before = (tmp_path / "out" / "evaluation.json").stat().st_mtime_ns
     shutil.rmtree(tmp_path / "out" / "checkpoints")  # no longer needed
     assert main(arguments) == 0  # finished: nothing is done again

@@ -14,7 +14,7 @@ from pointsman._errors import RunError
 from pointsman_lab._values import finite
 from pointsman_lab.registry import OLDEST, entries, trains
 from pointsman_lab.report.cell import Cell
-from pointsman_lab.report.protocol import deviations, named
+from pointsman_lab.report.commands import deviations, named
 from pointsman_lab.report.published import COUNTED, Column, Line, PublishedTable
 from pointsman_lab.report.task_table import pretrained_of
 from pointsman_lab.runs.paths import FINETUNE, finetuned_runs

@@ -11,7 +11,7 @@ from typing import Any
 from pointsman_lab._files import check_writable, write_whole
 from pointsman_lab._grid import NONE, Grid
 from pointsman_lab.registry import entries
-from pointsman_lab.report import protocol, series
+from pointsman_lab.report import commands, protocol, series
 from pointsman_lab.report.audits import audit_parts, load_maps
 from pointsman_lab.report.forms import Forms, asset, check_jinja, embed, fill
 from pointsman_lab.report.inside import diagnosis_grid, inside
@@ -138,7 +138,7 @@ def context(comparison: Comparison, table: ComparisonTable, data: Mapping[str, A
         "differences": table.difference_grid(),
         "diagnosis": diagnosis_grid(comparison),
         "loss_note": protocol.loss_note(comparison),
-        "command": protocol.command(comparison),
+        "command": commands.command(comparison),
         "protocol": protocol.lines(comparison),
         "pairing": protocol.pairing(comparison),
         "settings": protocol.settings(comparison),

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
-from pointsman_lab._values import finite, flattened, written
-from pointsman_lab.registry import OLDEST, presets
+from pointsman_lab._values import finite, flattened
 from pointsman_lab.report.series import BINS
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import Comparison
-from pointsman_lab.runs.imports import imports_of
 from pointsman_lab.runs.record import RunRecord
-from pointsman_lab.training.settings import DERIVED, NO_EFFECT_ON_TRAINING, derived, flat
+from pointsman_lab.training.settings import DERIVED, NO_EFFECT_ON_TRAINING
 
 
 def title(comparison: Comparison) -> str:
@@ -70,41 +66,6 @@ def loss_note(comparison: Comparison) -> str:
     """How the loss curves are averaged."""
     seeds = "mean over the seeds that have reached a step, band from the smallest to the largest; "
     return f"Loss: {seeds if len(comparison.seeds) > 1 else ''}averaged in at most {BINS} bins of equal width."
-
-
-def command(comparison: Comparison) -> str:
-    """The recorded command of a comparison or an audit; of other runs one made from the settings."""
-    runs = comparison.runs.values()
-    return comparison.command or "\n".join(str(run.config.get("command") or _train_command(run)) for run in runs)
-
-
-def _train_command(run: RunRecord) -> str:
-    """`pointsman train` with all settings that differ from the preset or recipe."""
-    from pointsman_lab.recipes import recipes
-
-    name = str(run.config.get("preset"))
-    given = {key: run.config[key] for key in ("data", "steps", "seed") if key in run.config}
-    expected = named(name, router=run.router, **given)
-    words = ["pointsman", "train", *([name] if name in recipes() else []), "--router", run.router]
-    words += _flags(run.config, (*(() if name in recipes() else ("preset",)), *given))
-    words += [word for one in imports_of(run.config) for word in ("--import", one)]
-    if expected is None:  # an unknown preset, or a router of another package
-        words += _flags(run.config, ("train_top_k", "k_schedule"))
-    else:
-        told = (*given, "preset", "model.router", "imports")
-        other = {key: value for key, value in deviations(run.config, expected).items() if key not in told}
-        words += [word for key, value in other.items() for word in ("--set", f"{key}={written(value)}")]
-    return shlex.join([*words, "--out", run.path.name])
-
-
-def _flags(settings: Mapping[str, Any], names: tuple[str, ...]) -> list[str]:
-    words: list[str] = []
-    for name in names:
-        value = settings.get(name, settings.get(f"eval_{name}"))
-        if value not in (None, ""):
-            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-            words += ["--" + name.replace("_", "-"), text]
-    return words
 
 
 def findings(comparison: Comparison) -> list[str]:
@@ -263,30 +224,3 @@ def _plain(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_plain, value)) or "-"
     return "-" if value is None else str(value)
-
-
-def named(name: str, **given: Any) -> dict[str, Any] | None:
-    """The settings of a preset or recipe, those of the model as "model.…".
-
-    None where there is none of that name, or where it refuses the arguments, such as a router of another package.
-    """
-    from pointsman_lab.recipes import preset, recipe, recipes
-
-    with suppress(ValueError):
-        if name in presets():
-            return flat(preset(name, **given).to_dict())
-        if name in recipes():
-            own = {key: value for key, value in given.items() if key in ("router", "seed")}
-            return flat(recipe(name, **own).to_dict())
-    return None
-
-
-def deviations(config: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of config.json that differ from `expected`, without those that follow from the data and the seed."""
-    own = config.get("model", {}).get("family")
-    fixed = derived(str(own or OLDEST)) | derived(str(expected.get("model.family") or OLDEST))
-    return {
-        key: value
-        for key, value in flat(config).items()
-        if key in expected and key not in fixed and value != expected[key]
-    }
