@@ -59,6 +59,8 @@ def test_a_name_that_python_takes_for_ascii_is_not_called_damaged(tmp_path: Path
         ([*COMPARE, "--set", "model.num_layers=1000000000"], "numbers up to 16,384"),
         ([*COMPARE, "--set", "learning_rate=1e300"], "numbers up to 1e+09"),
         ([*COMPARE, "--set", "batch_size=4294967296"], "numbers up to 1,048,576"),
+        ([*COMPARE, "--set", "lr_schedule=constant", "--set", "final_learning_rate=1e-5"], "has no effect with lr_sch"),
+        ([*COMPARE, "--steps", "20", "--set", "warmup_steps=21"], "warmup_steps=21 is above steps=20"),
         ([*COMPARE, "--config=--"], "--config '--': not a value"),
         ([*COMPARE, "--set=--"], "--set '--': not a value"),
         ([*COMPARE, "--config", os.devnull], "no ordinary file"),

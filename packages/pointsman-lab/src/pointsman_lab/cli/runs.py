@@ -103,7 +103,13 @@ def changed(config: RunConfig, values: argparse.Namespace) -> RunConfig:
     told = overrides(values.set)
     if "imports" in told:
         raise RunError("--set imports has no effect: --import imports the routers of a module or a file")
-    return config.with_overrides({**changes, **told})
+    made = config.with_overrides({**changes, **told})
+    if "final_learning_rate" in told and made.lr_schedule in ("constant", "inverse-sqrt"):
+        raise RunError(f"--set final_learning_rate has no effect with lr_schedule={made.lr_schedule}; leave it out")
+    if made.warmup_steps > made.steps and not getattr(values, "resume", False):
+        told_warmup = f"warmup_steps={made.warmup_steps} is above steps={made.steps}"
+        raise RunError(f"{told_warmup}: no step would have the learning_rate; --set warmup_steps={made.steps // 10}")
+    return made
 
 
 def write_page(out: Path, *, explorer: bool = False) -> str:
