@@ -174,6 +174,12 @@ def test_page_samples_on_request_once(trained: Path) -> None:
     assert [one["name"] for one in page.data["inside"]["explorer"]["routers"]] == ["smoe"]
     collect_all(read_comparison(trained), note=notes.append)
     assert len(notes) <= 1
+    for change in ({"split": "valid"}, {"top_k": [1]}):  # evaluated anew on another part, or at other k
+        file = trained / "runs" / "smoe" / "seed-0" / "explorer.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+        notes.clear()
+        collect_all(read_comparison(trained), note=notes.append)
+        assert notes == ["sampling the routing of smoe"]
 
 
 def test_a_page_elsewhere_leaves_the_run_as_it_is(trained: Path, tmp_path: Path) -> None:

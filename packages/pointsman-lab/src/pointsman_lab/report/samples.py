@@ -86,7 +86,11 @@ def collect_all(comparison: Comparison, *, note: Note | None = None, keep: bool 
             if note and found and not readable(found):
                 note(f"no sample of {router}: its explorer.json is damaged, or of an older version")
             continue
-        current = readable(found) and found.get("checkpoint") == run.evaluation.get("checkpoint")
+        wanted = {
+            "checkpoint": run.evaluation.get("checkpoint"), "split": run.evaluation["results"][0].get("split"),
+            "top_k": sorted(run.config.get("eval_top_k") or ()),
+        }  # fmt: skip
+        current = readable(found) and wanted.items() <= found.items()
         if current or not family(run.family or OLDEST).reads_tokens:
             continue
         try:

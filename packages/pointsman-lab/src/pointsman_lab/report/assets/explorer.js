@@ -59,6 +59,7 @@ async function drawExplorer() {
     const tokens = texts[entry.text];
     if (!cache.has(state.router)) cache.set(state.router, unpack(entry));
     const loaded = await cache.get(state.router);
+    if (entry !== routers[state.router]) return;  // another one was chosen meanwhile
     now = { entry, tokens, loaded, view: loaded.view(state.k, state.layer) };
     paintControls();
     paintText();
