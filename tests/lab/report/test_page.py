@@ -78,6 +78,7 @@ def test_comparison_page_holds_the_figures(tmp_path: Path) -> None:
     assert {"summary", "quality", "differences", "loss", "validation", "missing", "command"} <= set(found.ids)
     assert "smoe, seed 1: stopped at step 200 of 400" in found.text
     assert "hyperrouter, seed 2: not begun" in found.text
+    assert found.text.count("Bars: mean ± sample standard deviation over seeds") == 2
     quality = {series["name"]: series["points"] for series in found.data["quality"]}
     assert [point["x"] for point in quality["smoe"]] == [1, 2, 4, 8]
     assert quality["smoe-dropout"][0]["y"] == pytest.approx(1.5 + 1.2 + 0.01 + 0.003 * 12 / 3)
@@ -88,6 +89,7 @@ def test_run_page(tmp_path: Path) -> None:
     found = page(write_run(tmp_path / "r", "hyperrouter"))
     assert found.data["routers"] == ["hyperrouter"]
     assert "differences" not in found.ids
+    assert "Bars:" not in found.text
     assert "pointsman train --router hyperrouter --preset tiny --data stdlib --steps 400 --seed 0" in found.text
     assert "--set learning_rate=0.001" in found.text  # the preset has another
     assert "--set clip_norm" not in found.text

@@ -128,6 +128,7 @@ def context(comparison: Comparison, table: ComparisonTable, data: Mapping[str, A
         "facts": protocol.facts(comparison, table),
         "findings": protocol.findings(comparison),
         "trained": trained,
+        "bars": "" if audit or len(comparison.seeds) < 2 else "Bars: mean ± sample standard deviation over seeds",
         "sections": [(name, title) for name, title, there in sections if there],
         "inside": {"any": any_routing or explorer, "uniform": f"{math.log(experts):.3f}" if experts else NONE},
         "audit": audit,
