@@ -353,6 +353,8 @@ def test_a_part_of_a_folder_is_told_apart_among_all_of_its_classes(comparison: P
             len(images.classes),
             len(images.classes) if tokens is None else 1,
         )
+    with pytest.raises(RunError, match="its images have 16 pixels a side, and the model reads"):
+        robustness(run, Asked.parse(f"r:{tmp_path / 'other'}:size=16"))
 
 
 def test_outliers_in_folders_of_known_classes_are_scored_among_these(comparison: Path, tmp_path: Path) -> None:

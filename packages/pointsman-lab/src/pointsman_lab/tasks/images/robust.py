@@ -173,7 +173,11 @@ def _others(run: Run, asked: Asked, images: ImageSet) -> ImageSet:
     path = asked.path or OUTLIERS.get(run.config.data)
     if path is None:
         raise RunError(f"--robust o: no outliers are known for {run.config.data}: --robust o:PATH")
-    return open_images(path if ":size=" in path else f"{path}:size={images.side}")
+    found = open_images(path if ":size=" in path else f"{path}:size={images.side}")
+    if found.side != images.side:
+        told = f"its images have {found.side} pixels a side, and the model reads {images.side}; leave :size= out"
+        raise RunError(f"--robust {asked.kind}:{path}: {told}")
+    return found
 
 
 def _fingerprints(run: Run, asked: Asked) -> dict[str, str]:
