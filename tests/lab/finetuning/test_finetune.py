@@ -1,5 +1,6 @@
 """Fine-tuning a run: what trains, what stays, what is saved, and what goes on after an interruption."""
 
+import itertools
 import json
 import shlex
 import shutil
@@ -17,6 +18,7 @@ from pointsman_lab.cli.main import main
 from pointsman_lab.diagnosis import diagnose_path
 from pointsman_lab.evaluation.passes import PLAIN
 from pointsman_lab.finetuning import Finetuning, finetune, open_run
+from pointsman_lab.finetuning.consistency import finetunings_of
 from pointsman_lab.finetuning.run import finetuned_task, identity
 from pointsman_lab.recipes import preset
 from pointsman_lab.report.commands import command
@@ -29,6 +31,7 @@ from pointsman_lab.training.checkpoint import checkpoint_tensors
 from pointsman_lab.training.directory import RunDirectory
 from pointsman_lab.training.run import load_run
 from pointsman_lab.training.state import Interrupted
+from tests.lab.report.fixtures import write_finetuning
 
 FAST = {"learning_rate": 5e-3, "batch_size": 8, "log_every": 1}
 
@@ -313,6 +316,12 @@ def test_bytes_that_the_run_has_never_read_are_counted(run: Path, tmp_path: Path
     display = Notes()
     finetune(run, Finetuning(str(tmp_path), steps=1, settings=FAST), out=tmp_path / "o", progress=display)
     assert any("train: 60 tokens of the texts are not in the run's vocabulary" in note for note in display.notes)
+
+
+def test_fine_tunings_from_scratch_have_no_consistency(tmp_path: Path) -> None:
+    for seed, variant in itertools.product((0, 1), ("sst2", "sst2,from-scratch", "sst2,from-scratch,finetune-xmoe")):
+        write_finetuning(tmp_path, variant, "smoe", seed, metric=0.7)
+    assert list(finetunings_of(tmp_path)) == ["sst2"]
 
 
 def test_inter_run_consistency_of_fine_tunings(run: Path, task: str, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def finetunings_of(run: Path) -> dict[str, Any]:
     found = {}
     for variant, paths in by_variant.items():
         done = [one for path in paths if (one := read_run(path)).done]
-        if len(done) > 1 and not variant.endswith(",from-scratch"):
+        if len(done) > 1 and "from-scratch" not in variant.split(","):
             window = max(1, min(WINDOW, min(one.steps or 0 for one in done) // 4))  # a quarter of runs below 400 steps
             layers = consistency_over_training([one.metrics("routing") for one in done], window)
             if layers:
