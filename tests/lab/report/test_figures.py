@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import builtins
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from pointsman._errors import RunError
 from pointsman_lab.report import figures
-from pointsman_lab.report.figures import _audit
+from pointsman_lab.report.figures import _audit, _heat
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import read_comparison
 from tests.lab.report.fixtures import write_comparison, write_run
@@ -36,6 +37,14 @@ def test_same_data_same_bytes(tmp_path: Path) -> None:
     second = [file.read_bytes() for file in figures(run, ("svg", "pdf"), tmp_path / "two" / "page.html")]
     assert first == second
     assert (tmp_path / "two" / "figures" / "loss.svg").exists()
+
+
+@pytest.mark.parametrize(("steps", "ends"), [([10.0, 20.0, 30.0], [5.0, 35.0]), ([4.0], [3.5, 4.5])])
+def test_a_column_of_loads_stands_at_its_step(steps: list[float], ends: list[float]) -> None:
+    load = base64.b64encode(bytes(2 * len(steps))).decode()
+    layer = {"label": "layer 0", "experts": 2, "steps": steps, "load": load}
+    axes = _heat({"router": "smoe", "seed": 0, "layers": [layer]}).axes[0]
+    assert axes.images[0].get_extent()[:2] == ends
 
 
 def test_what_has_no_data_is_left_out(tmp_path: Path) -> None:

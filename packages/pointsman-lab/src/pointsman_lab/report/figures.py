@@ -199,9 +199,10 @@ def _heat(heat: Mapping[str, Any]) -> Any:
     for axes, layer in zip(all_axes, layers, strict=True):
         load = np.frombuffer(base64.b64decode(layer["load"]), dtype=np.uint8).reshape(layer["experts"], -1) / 85
         steps = layer["steps"]
+        half = (steps[-1] - steps[0]) / max(1, len(steps) - 1) / 2 or 0.5  # a column's middle is at its step
         image = axes.imshow(
             load, aspect="auto", cmap="cividis", vmin=0, vmax=3, interpolation="nearest",
-            extent=(steps[0], max(steps[-1], steps[0] + 1), layer["experts"] - 0.5, -0.5),
+            extent=(steps[0] - half, steps[-1] + half, layer["experts"] - 0.5, -0.5),
         )  # fmt: skip
         axes.grid(visible=False)
         axes.set_title(_plain(layer["label"]), fontsize=8)
