@@ -282,6 +282,8 @@ def test_fine_tunings_of_a_run_count_once(tmp_path: Path) -> None:
     assert [row.done for row in table.table.rows] == [[0, 1, 1000, 1001, 2000, 2001]] * 2
     [cells] = table.table.paired().values()
     assert cells[2].values == pytest.approx([10.0, 10.0]), "a run's three fine-tunings are one value, in points"
+    assert "fine-tunings of one pre-trained run count as one, their mean; mean" in table.text()
+    assert "count as one" not in ComparisonTable.read(path).text()
     by_hand = [np.corrcoef(one, two)[0, 1] for one, two in (([5, 3, 2], [6, 3, 1]), ([2, 3, 5], [1, 4, 5]))]
     assert table.routing["smoe"]["consistency"] == pytest.approx(np.mean(by_hand))
     for file in path.glob("runs/*/*/finetune/sst2/*/evaluation.json"):

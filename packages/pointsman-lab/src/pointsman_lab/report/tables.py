@@ -221,9 +221,11 @@ class ComparisonTable(Forms):
             significant |= {(len(rows), j) for j, one in enumerate(of.values(), 1) if one.sign and one.enough}
             rows.append([router, *(one.text(self.metric.decimals) for one in of.values())])
         intervals = {one.comparisons for of in paired.values() for one in of.values() if one.enough}
+        each = [(cell, paired[router][k]) for router, of in self.differences().items() for k, cell in of.items()]
+        pooled = any(len(one.values) < len(cell.values) for cell, one in each)
         caption = (
             f"Paired differences to {self.label(self.baseline)} in {self.metric.label} ({self.metric.direction}): same "
-            "seed and data order; mean"
+            f"seed and data order; {'fine-tunings of one pre-trained run count as one, their mean; ' * pooled}mean"
         )
         if intervals:
             caption += (
