@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from pointsman._errors import RunError
+from pointsman_lab._grid import Grid
 from pointsman_lab.report import write_report
 from pointsman_lab.report.cell import Cell
-from pointsman_lab.report.page import asset
+from pointsman_lab.report.page import asset, renamed
 from pointsman_lab.report.protocol import lines, pairing, settings
 from pointsman_lab.report.series import binned, cell_point, loss, over_seeds, short_layer, validation
 from pointsman_lab.report.tables import ComparisonTable
@@ -136,6 +137,15 @@ def test_names_of_rows_are_no_words_of_the_text(tmp_path: Path) -> None:
     for words in (explorer["texts"][0], explorer["routers"][0]["map"]["tokens"]):
         assert "Plain" not in words
         assert "s" in words
+
+
+@pytest.mark.parametrize(
+    ("row", "end"), [("smoe", " in points"), ("xmoe:gate=sigmoid", ", seed by seed"), ("smoe+a", " x")]
+)
+def test_captions_call_rows_by_their_names(row: str, end: str) -> None:
+    names = {"smoe": "xmoe", "xmoe:gate=sigmoid": "smoe"}
+    found = renamed([Grid(["router"], [[row]], caption=f"Paired differences to {row}{end}")], names)[0]
+    assert (found.rows, found.caption) == ([[names.get(row, row)]], f"Paired differences to {names.get(row, row)}{end}")
 
 
 def test_hostile_names_are_text(tmp_path: Path) -> None:

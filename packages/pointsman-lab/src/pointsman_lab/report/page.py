@@ -68,7 +68,6 @@ def render(comparison: Comparison) -> str:
     table = replace(named, names={})  # renamed below, everywhere
     data = chart_data(comparison, table)
     values = context(comparison, table, data)
-    values["differences"] = replace(values["differences"], caption=named.difference_grid().caption)
     values["missing"] = protocol.missing(comparison, named)
     names = comparison.shown.get("names", {})
     data = renamed(data, names)
@@ -90,7 +89,11 @@ def renamed(value: Any, names: Mapping[str, str]) -> Any:
         return {renamed(key, names): one if key in words else renamed(one, names) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(renamed(one, names) for one in value)
-    return value.named(names) if isinstance(value, Grid) else value
+    if not isinstance(value, Grid):
+        return value
+    before, base, after = value.caption.partition("differences to ")
+    row = next((row for row in names if after.startswith((f"{row} ", f"{row},"))), "")
+    return replace(value.named(names), caption=before + base + names.get(row, "") + after[len(row) :])
 
 
 def chart_data(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]:
