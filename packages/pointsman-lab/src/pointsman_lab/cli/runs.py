@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -107,8 +108,10 @@ def changed(config: RunConfig, values: argparse.Namespace) -> RunConfig:
     if "final_learning_rate" in told and made.lr_schedule in ("constant", "inverse-sqrt"):
         raise RunError(f"--set final_learning_rate has no effect with lr_schedule={made.lr_schedule}; leave it out")
     if made.warmup_steps > made.steps and not getattr(values, "resume", False):
-        told_warmup = f"warmup_steps={made.warmup_steps} is above steps={made.steps}"
-        raise RunError(f"{told_warmup}: no step would have the learning_rate; --set warmup_steps={made.steps // 10}")
+        never = f"warmup_steps={made.warmup_steps} is above steps={made.steps}: no step has the learning_rate"
+        if "warmup_steps" in told:
+            raise RunError(f"{never}; --set warmup_steps={made.steps // 10}")
+        print(f"pointsman: {never}; --set warmup_steps=… sets it", file=sys.stderr)  # a recipe, tried for a few steps
     return made
 
 
