@@ -51,19 +51,23 @@ def test_strength_zero_is_the_original(five: str, spec: str) -> None:
     assert not torch.allclose(logits(strengthen(model)), before, atol=1e-5)
 
 
-@pytest.mark.parametrize("carry", [None, {}])
+@pytest.mark.parametrize("carry", [None, {}, lambda probs: {"mean": probs.mean(1, keepdim=True)}])
 def test_a_mixer_without_a_state_works_with_a_cache(carry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Sharper(Mixer):
         def forward(
             self, probs: Tensor, hidden: Tensor, context: RoutingContext
         ) -> tuple[Tensor, Any, dict[str, Tensor]]:
             assert context.past is None
-            return probs.square(), carry, {}
+            return probs.square(), carry(probs) if callable(carry) else carry, {}
 
     monkeypatch.setitem(registry.MIXERS, "sharper", registry.Entry("sharper", lambda layer: Sharper(), "", ""))
     model = mixed("mixtral", "smoe+sharper")
     with torch.no_grad():
         first = model(IDS[:, :4], use_cache=True)
+        if callable(carry):
+            with pytest.raises(ValueError, match=r"nor is a mixer whose carry is not \[B, S, ...\] of S tokens"):
+                model(IDS[:, 4:], **{CACHE: getattr(first, CACHE)})
+            return
         rest = model(IDS[:, 4:], **{CACHE: getattr(first, CACHE)})
         torch.testing.assert_close(rest.logits, model(IDS).logits[:, 4:], rtol=1e-4, atol=1e-5)
 
@@ -146,8 +150,11 @@ def test_beam_search_and_cropping_are_refused() -> None:
     model = mixed("mixtral", "smoe+similarity")
     with pytest.raises(ValueError, match="beam search"):
         model.generate(IDS, num_beams=2, max_new_tokens=3, pad_token_id=0, eos_token_id=None)
-    with pytest.raises(ValueError, match="StaticCache"):
-        model.generate(IDS, cache_implementation="static", max_new_tokens=3, pad_token_id=0)
+    padded = torch.ones_like(IDS).index_fill(1, torch.arange(3), 0)
+    for name, mask in (("mixtral", None), ("mixtral", padded), ("gpt_oss", padded)):  # of 4 dimensions, a dictionary
+        settings = {"cache_implementation": "static", "max_new_tokens": 3, "pad_token_id": 0, "attention_mask": mask}
+        with pytest.raises(ValueError, match="StaticCache"):
+            mixed(name, "smoe+similarity").generate(IDS, **settings)
     cache = DynamicCache(config=model.config)
     hf.materialize(strengthen(model, 0.0))
     model(IDS, **{CACHE: cache}, use_cache=True)
@@ -286,6 +293,32 @@ def test_attention_that_is_not_known_is_refused_by_name() -> None:
         assert list(model.state_dict()) == names
     with pytest.raises(ValueError, match="is not causal"):
         hf.replace_routers(zoo.tiny_model("mixtral"), "smoe+attention:heads=lowest-entropy-sequence")
+
+
+def test_an_attention_whose_implementation_chooses_the_tokens_is_refused() -> None:
+    """It would attend to all of them instead, in the model itself."""
+    model = spread(zoo.tiny_model("deepseek_v32", index_topk=4))
+    before = logits(model)
+    with pytest.raises(ValueError, match="an indexer chooses"):
+        hf.replace_routers(model, "smoe+attention")
+    assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("mixtral", {"sliding_window": 8}),
+        ("qwen2_moe", {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}),
+        ("llama4", {"attention_chunk_size": 8}),
+    ],
+)
+def test_texts_beyond_the_reach_of_an_attention_are_refused(name: str, changes: dict[str, Any]) -> None:
+    model = hf.replace_routers(spread(zoo.tiny_model(name, **changes)), "smoe+attention")
+    settings = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    model.generate(IDS[:, :5], max_new_tokens=4, **settings)  # the last of the 9 tokens is not read
+    for run in (lambda: logits(model), lambda: model.generate(IDS[:, :5], max_new_tokens=5, **settings)):
+        with pytest.raises(ValueError, match="sequences of at most 8 tokens"):
+            run()
 
 
 def test_an_adapter_on_the_output_projection_is_refused() -> None:

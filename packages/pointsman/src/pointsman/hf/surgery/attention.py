@@ -21,6 +21,8 @@ NAME = "pointsman_sdpa"
 PROJECTIONS = ("o_proj", "out_proj", "dense")
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sinks")
 """Keyword arguments of attention that the trace cannot represent."""
+REACHES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""Kind of layer -> what a configuration calls the most tokens that it attends to."""
 
 
 def register() -> None:
@@ -33,11 +35,18 @@ def traced_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *ar
     """sdpa; if a router needs the trace, keeps query, key and value until the module returns its output."""
     tracer = module.__dict__.get("pointsman_tracer")
     if tracer is not None:
-        tracer.keep(query, key, value, kwargs)
+        tracer.keep(query, key, value, {"sliding_window": _reach(module), **kwargs})
     output = sdpa_attention_forward(module, query, key, value, *args, **kwargs)
     if tracer is not None:
         tracer.attended = output[0]
     return output
+
+
+def _reach(module: Any) -> int | None:
+    """The most tokens to which an attention attends by its configuration; None: all earlier ones."""
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    return getattr(config, REACHES.get(kinds[module.layer_idx], ""), None) if kinds else None
 
 
 class Tracer:
@@ -58,7 +67,7 @@ class Tracer:
             if kwargs.get(name) is not None:
                 raise ValueError(f"attention-informed routing does not support attention with {name!r}")
         window = kwargs.get("sliding_window")
-        if isinstance(window, int) and window < key.shape[2]:
+        if isinstance(window, int) and window < max(self.state.tokens, key.shape[2]):
             raise ValueError(f"attention-informed routing needs sequences of at most {window} tokens, its window")
         scale = kwargs.get("scaling")
         self.kept = query, key, value, float(query.shape[-1] ** -0.5 if scale is None else scale)
@@ -139,6 +148,9 @@ def trace(model: Any, gate_name: str, gate: nn.Module, state: ForwardState) -> N
 
 
 def check_implementation(model: Any) -> None:
-    """Raises ValueError if the model's attention implementation cannot be traced."""
+    """Raises ValueError if the model's attention cannot be traced."""
+    if any(getattr(part, "indexer", None) is not None for part in model.modules()):
+        raise ValueError("attention-informed routing needs attention to all earlier tokens; that of "
+                         f"{type(model).__name__} attends to those that an indexer chooses")  # fmt: skip
     if model.config._attn_implementation not in ("sdpa", "eager", NAME):
         raise ValueError(f"attention-informed routing needs sdpa, not {model.config._attn_implementation!r}")

@@ -29,6 +29,7 @@ class ForwardState:
 
     def __init__(self) -> None:
         self.shape: tuple[int, int] | None = None
+        self.tokens = 0  # with those in the cache
         self.padding: Tensor | None = None
         self.cache: Any = None
         self.fresh: dict[int, RouterState] = {}
@@ -63,17 +64,18 @@ class ForwardState:
         hidden = tokens if tokens is not None else given.get("inputs_embeds")
         if hidden is None:
             raise ValueError("a mixing router needs input_ids or inputs_embeds, for the shape of the batch")
-        self.shape = (hidden.shape[0], hidden.shape[1])
+        self.shape, self.tokens = (hidden.shape[0], hidden.shape[1]), hidden.shape[1]
         self.cache = next((given[name] for name in CACHE if given.get(name) is not None), None)
         self.fresh = {}
+        if self.cache is not None:
+            self._check_cache()
         mask = given.get("attention_mask")
-        if mask is not None and mask.dim() != 2:
-            raise ValueError(f"a mixing router needs the attention mask [B, T], not one of {mask.dim()} dimensions")
+        if mask is not None and getattr(mask, "ndim", 0) != 2:
+            kind = f"of {mask.ndim} dimensions" if isinstance(mask, Tensor) else f"of the type {type(mask).__name__}"
+            raise ValueError(f"a mixing router needs the attention mask [B, T], not one {kind}")
         real = real_tokens(mask, hidden.shape[0] * hidden.shape[1])
         whole = real is None or (not exporting() and bool(real.all()))
         self.padding = None if whole else real
-        if self.cache is not None:
-            self._check_cache()
         checkpointed = model.training and torch.is_grad_enabled()
         checkpointed = checkpointed and any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
         self.pending = 0 if not checkpointed else 1 if self.recomputed else self.pending + 1
@@ -85,6 +87,7 @@ class ForwardState:
         if kind != "DynamicCache":
             raise ValueError(f"a mixing router works with a DynamicCache; {kind} is not supported")
         length = int(self.cache.get_seq_length())
+        self.tokens += length
         carries = self._carries()
         if length and not carries:
             raise ValueError("the cache was filled without this router, which has no state of those tokens")
@@ -92,7 +95,8 @@ class ForwardState:
             batch, tokens = next(iter(carry.values())).shape[:2]
             if (batch, tokens) != (self.shape[0], length):
                 raise ValueError(f"the cache holds {self.shape[0]} x {length} tokens, the mixing router {batch} x "
-                                 f"{tokens}: cropped or reordered caches are not supported")  # fmt: skip
+                                 f"{tokens}: cropped or reordered caches are not supported, nor is a mixer whose "
+                                 "carry is not [B, S, ...] of S tokens")  # fmt: skip
 
     def _carries(self) -> dict[int, RouterState]:
         found: dict[int, RouterState] = getattr(self.cache, CARRIES, {}).get(self, {})
