@@ -124,6 +124,9 @@ def test_router_matters_and_survives_a_checkpoint(five: str, spec: str, tmp_path
     assert {router.spec.partition(":")[0] for _, router in named_routers(loaded)} == {spec.partition(":")[0]}
     torch.testing.assert_close(logits(loaded), trained, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(logits(copy.deepcopy(loaded)), trained, rtol=1e-5, atol=1e-6)
+    torch.save(loaded, tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=False)
+    torch.testing.assert_close(logits(whole), trained, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

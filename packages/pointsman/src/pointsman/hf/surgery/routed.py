@@ -138,6 +138,9 @@ class _Routed:
         self.pointsman_dtype = fn(torch.empty(0, dtype=self.pointsman_dtype)).dtype  # of the gate's own weights
         return super()._apply(fn, recurse)  # type: ignore[misc]
 
+    def __reduce_ex__(self, protocol: Any) -> Any:  # a class made here has no name by which pickle would find it
+        return _blank, (routed_class, self.own_class, "weight" in vars(type(self))), self.__getstate__()
+
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         router, rule, form = self.pointsman, self.pointsman.select, self.pointsman_form
         layout, dtype, shape = LAYOUTS.get(form.layout), hidden_states.dtype, tuple(hidden_states.shape[:-1])
@@ -208,6 +211,12 @@ def become(gate: Any, kind: Any) -> None:
             setattr(gate, name, MethodType(kind.forward, gate))
 
 
+def _blank(kind: Callable[..., Any], *args: Any) -> Any:
+    """An object of a class that is made here, for pickle."""
+    made = kind(*args)
+    return made.__new__(made)
+
+
 @cache
 def routed_class(own: Any, holds_weight: bool) -> Any:
     """The subclass of a gate's class that routes with `self.pointsman`."""
@@ -221,4 +230,5 @@ def routed_class(own: Any, holds_weight: bool) -> Any:
 def weightless_class(own: Any) -> Any:
     """The subclass of a linear map inside a gate whose weight was removed."""
     members = {"own_class": own, "__module__": own.__module__, "weight": PASS_THROUGH, "bias": PASS_THROUGH}
+    members["__reduce_ex__"] = lambda self, protocol: (_blank, (weightless_class, own), self.__getstate__())
     return type(own.__name__, (own,), members)
