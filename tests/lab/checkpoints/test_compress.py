@@ -364,11 +364,18 @@ def test_what_cannot_be_done_is_refused(name: str, change: dict[str, Any], says:
     [
         ("mixtral", {"num_experts_per_tok": 8}, "needs all 8 experts of a layer: it chooses 8$"),
         ("deepseek_v3", {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}, "it chooses 3 from 4 groups"),
+        ("mixtral", {"num_experts_per_tok": 12}, "its k is 12, of 8 experts"),
     ],
 )
 def test_a_model_that_needs_all_its_experts_says_so(name: str, settings: dict[str, int], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         compress(zoo.tiny_model(name, **settings), tokenizer(), texts(4), length=16)
+
+
+def test_groups_that_a_class_does_not_use_limit_nothing() -> None:
+    model = spread(zoo.tiny_model("deepseek_v2", topk_method="greedy", num_experts_per_tok=3))
+    smaller = compress(model, tokenizer(), texts(4), length=16, experts=3, method="m-smoe", random=1).model
+    assert {len(gate.module.weight) for gate in find_gates(smaller)} == {3}
 
 
 def test_replaced_gates_have_to_be_plain_ones_first() -> None:

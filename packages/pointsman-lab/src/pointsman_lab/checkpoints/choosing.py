@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from pointsman.hf.gates import Gate
 from pointsman.hf.listen import GateListener
+from pointsman.hf.top_k import groups_of
 from pointsman_lab.checkpoints.audit.trials import Rows, mean_of, measured
-from pointsman_lab.checkpoints.cutting import Keep, cut, groups_of
+from pointsman_lab.checkpoints.cutting import Keep, cut
 from pointsman_lab.checkpoints.outputs import Observed, expert_sums
 from pointsman_lab.checkpoints.text import TEXT, TextBatch
 

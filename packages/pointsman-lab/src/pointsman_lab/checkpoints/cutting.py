@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from pointsman.hf.counterpart import correction_bias
 from pointsman.hf.gates import Gate, find_gates, survey
-from pointsman.hf.top_k import gate_top_k, max_top_k
+from pointsman.hf.top_k import gate_top_k, groups_of, max_top_k
 from pointsman.hf.uneven import uneven, with_experts
 from pointsman_lab.checkpoints.outputs import why_unreadable
 from pointsman_lab.checkpoints.text import TextBatch
@@ -60,12 +60,6 @@ def _uncut(gate: Gate) -> str | None:
         return reason
     scored = len(gate.module.get_submodule(gate.form.owner).get_parameter("weight"))
     return None if scored == gate.num_experts else f"{name} scores {scored} experts, of which some are shared"
-
-
-def groups_of(gate: Gate) -> int:
-    """The number of groups of experts that limit the choice; each keeps the same number of experts."""
-    found = (getattr(gate.module, name, None) for name in ("num_group", "n_group"))
-    return next((number for number in found if isinstance(number, int)), 1)
 
 
 def _fewest(gate: Gate) -> int:

@@ -171,7 +171,9 @@ def probe(name: str, layer: str, module: nn.Module, block: nn.Module) -> Gate:
         raise NotAGateError("its weights are on the meta device; load them first")
     if hasattr(weight, "full_tensor"):
         raise ValueError(f"gate {name!r}: its weights are in shards: call this before fully_shard")
-    dim = weight.shape[-1]
+    dim, k = weight.shape[-1], getattr(module, "top_k", None)
+    if isinstance(k, int) and k > len(weight):
+        raise NotAGateError(f"its k is {k}, of {len(weight)} experts: its config.json is damaged")
     known = type(module).__name__
     if known in LAYOUTS:
         layout, power = LAYOUTS[known], getattr(block, "moe_normalize_expert_weights", None)

@@ -27,13 +27,16 @@ class TopKField(NamedTuple):
         return int(getattr(self.owner, self.attribute))
 
 
+def groups_of(gate: Gate) -> int:
+    """The number of groups of experts that limit the choice."""
+    greedy = getattr(gate.module, "topk_method", None) == "greedy"  # DeepSeek-V2 with groups that it does not use
+    return 1 if greedy else getattr(gate.module, "num_group", None) or 1
+
+
 def max_top_k(gate: Gate) -> int:
     """The largest k: the number of experts; with group-limited routing, that of the groups a token may use."""
-    groups, reached = getattr(gate.module, "num_group", None), getattr(gate.module, "topk_group", None)
-    greedy = getattr(gate.module, "topk_method", None) == "greedy"  # DeepSeek-V2 with groups that it does not use
-    if not greedy and isinstance(groups, int) and isinstance(reached, int) and 0 < reached < groups:
-        return gate.num_experts // groups * reached
-    return gate.num_experts
+    groups, reached = groups_of(gate), getattr(gate.module, "topk_group", None) or 0
+    return gate.num_experts // groups * reached if 0 < reached < groups else gate.num_experts
 
 
 def gate_top_k(gate: Gate) -> TopKField:
