@@ -150,7 +150,6 @@ def trace(model: Any, gate_name: str, gate: nn.Module, state: ForwardState) -> N
 def check_implementation(model: Any) -> None:
     """Raises ValueError if the model's attention cannot be traced."""
     if any(getattr(part, "indexer", None) is not None for part in model.modules()):
-        raise ValueError("attention-informed routing needs attention to all earlier tokens; that of "
-                         f"{type(model).__name__} attends to those that an indexer chooses")  # fmt: skip
+        raise ValueError(f"attention-informed routing needs all earlier tokens; {type(model).__name__} has an indexer")
     if model.config._attn_implementation not in ("sdpa", "eager", NAME):
         raise ValueError(f"attention-informed routing needs sdpa, not {model.config._attn_implementation!r}")

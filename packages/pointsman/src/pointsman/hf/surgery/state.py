@@ -71,8 +71,7 @@ class ForwardState:
             self._check_cache()
         mask = given.get("attention_mask")
         if mask is not None and getattr(mask, "ndim", 0) != 2:
-            kind = f"of {mask.ndim} dimensions" if isinstance(mask, Tensor) else f"of the type {type(mask).__name__}"
-            raise ValueError(f"a mixing router needs the attention mask [B, T], not one {kind}")
+            raise ValueError("a mixing router needs an attention mask of two dimensions, [B, T]")
         real = real_tokens(mask, hidden.shape[0] * hidden.shape[1])
         whole = real is None or (not exporting() and bool(real.all()))
         self.padding = None if whole else real
@@ -95,8 +94,8 @@ class ForwardState:
             batch, tokens = next(iter(carry.values())).shape[:2]
             if (batch, tokens) != (self.shape[0], length):
                 raise ValueError(f"the cache holds {self.shape[0]} x {length} tokens, the mixing router {batch} x "
-                                 f"{tokens}: cropped or reordered caches are not supported, nor is a mixer whose "
-                                 "carry is not [B, S, ...] of S tokens")  # fmt: skip
+                                 f"{tokens}: cropped or reordered caches are not supported, nor is a mixer whose carry "
+                                 "is not [B, S, ...] of S tokens")  # fmt: skip
 
     def _carries(self) -> dict[int, RouterState]:
         found: dict[int, RouterState] = getattr(self.cache, CARRIES, {}).get(self, {})
