@@ -18,14 +18,13 @@ from torch import Tensor, nn
 
 from pointsman.hf.gates import Gate, distinct_table, run_gate
 from pointsman.hf.layouts import first_k
-from pointsman.hf.top_k import gate_top_k
+from pointsman.hf.top_k import GROUPS, gate_top_k
 from pointsman.routers.frame.registry import build_router, list_routers, parse_spec
 from pointsman.routers.frame.router import Router
 from pointsman.routing import RoutingContext
 
 TOKENS = 64
 TOLERANCE = 1e-5
-GROUPS = ("num_group", "n_group", "num_expert_group")
 KEPT = ("topk_group", "limited_groups", "num_limited_groups")
 TRAINING_OPTIONS = ("update", "rate", "centre", "bins", "jitter")
 """Options that do not change what a forward computes."""

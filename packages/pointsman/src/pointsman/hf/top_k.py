@@ -15,6 +15,9 @@ from pointsman.routers.frame.router import Router
 CONFIG_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 """Names of k in configurations."""
 
+GROUPS = ("num_group", "n_group", "num_expert_group")
+"""What a gate may call its number of groups of experts."""
+
 
 class TopKField(NamedTuple):
     """An attribute that stores k."""
@@ -30,7 +33,8 @@ class TopKField(NamedTuple):
 def groups_of(gate: Gate) -> int:
     """The number of groups of experts that limit the choice."""
     greedy = getattr(gate.module, "topk_method", None) == "greedy"  # DeepSeek-V2 with groups that it does not use
-    return 1 if greedy else getattr(gate.module, "num_group", None) or 1
+    found = (getattr(gate.module, name, None) for name in GROUPS)
+    return 1 if greedy else next((number for number in found if isinstance(number, int)), 1)
 
 
 def max_top_k(gate: Gate) -> int:
