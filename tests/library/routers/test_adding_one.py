@@ -14,7 +14,7 @@ from pointsman import MoE, RoutingContext, build_router
 from pointsman.routers.frame import registry
 from pointsman.routers.frame.registry import LayerSpec
 from pointsman.routers.frame.stage_values import Loss, Scores
-from pointsman.routers.frame.stages import Normalizer, Selector, Stages, TopK
+from pointsman.routers.frame.stages import Mixer, Normalizer, Selector, Stages, TopK
 from pointsman.routers.papers.topk import LinearScorer, linear_scores
 
 
@@ -132,15 +132,46 @@ def test_a_choice_and_a_mixer_that_return_nothing_are_told(
             build_router(spec, dim=8, num_experts=4)
 
 
-@pytest.mark.parametrize("returned", [None, torch.zeros(6, 2)])
-def test_what_a_selector_must_return_is_told(returned: Any, register: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        (None, r"the selector must return \(experts, weights\) or Selection"),
+        (torch.zeros(6, 2), r"the selector must return \(experts, weights\) or Selection"),
+        ((torch.zeros(2, 3, 2), torch.zeros(6, 2)), r"experts \[2, 3, 2\], weights \[6, 2\]: not \[6, width\]"),
+        ((torch.zeros(5, 2), torch.zeros(5, 2)), r"experts \[5, 2\], weights \[5, 2\]: not \[6, width\]"),
+    ],
+)
+def test_what_a_selector_must_return_is_told(returned: Any, says: str, register: Callable[..., Any]) -> None:
     class Wrong(Selector):
         def forward(self, scores: Scores, k: int, context: RoutingContext) -> Any:
             return returned
 
     register("bare")(lambda layer: Stages(LinearScorer(layer.dim, layer.columns), select=Wrong(layer.renormalize)))
-    with pytest.raises(ValueError, match=r"bare: the selector must return \(experts, weights\) or Selection"):
+    with pytest.raises(ValueError, match=f"bare: .*{says}"):
         build_router("bare", dim=8, num_experts=4)(torch.randn(2, 3, 8))
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        (lambda p: p, r"the mixer must return \(probabilities, carry or None, statistics\)"),
+        (lambda p: (p, None), r"the mixer must return \(probabilities, carry or None, statistics\)"),
+        (lambda p: (p, None, None), r"the mixer must return \(probabilities, carry or None, statistics\)"),
+        (lambda p: (p, [p], {}), r"the mixer must return \(probabilities, carry or None, statistics\)"),
+        (lambda p: (p[:, :1], None, {}), r"mixed probabilities \[2, 1, 4\] of \[2, 3, 4\]"),
+        (lambda p: (p.transpose(0, 1), None, {}), r"mixed probabilities \[3, 2, 4\] of \[2, 3, 4\]"),
+    ],
+)
+def test_what_a_mixer_must_return_is_told(
+    returned: Callable[[Tensor], Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrong(Mixer):
+        def forward(self, probs: Tensor, hidden: Tensor, context: RoutingContext) -> Any:
+            return returned(probs)
+
+    monkeypatch.setitem(registry.MIXERS, "blend", registry.Entry("blend", lambda layer: Wrong(), "", ""))
+    with pytest.raises(ValueError, match=rf"smoe\+blend: {says}"):
+        build_router("smoe+blend", dim=8, num_experts=4)(torch.randn(2, 3, 8))
 
 
 @pytest.mark.parametrize("wrong", [lambda z: z.flatten(0, 1), lambda z: z.transpose(0, 1), lambda z: z[:, :1]])

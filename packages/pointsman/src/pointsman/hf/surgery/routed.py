@@ -108,7 +108,7 @@ class StrengthMixer(Mixer):
         self.needs, self.needs_step_end = mixer.needs, mixer.needs_step_end
 
     def forward(self, probs: Tensor, hidden: Tensor, context: RoutingContext) -> tuple[Tensor, RouterState | None, Any]:
-        mixed, carry, statistics = self.mixer(probs, hidden, context)
+        mixed, carry, statistics = Mixer.checked(self.mixer(probs, hidden, context), probs, "a mixer")
         return probs + self.strength().to(probs.dtype) * (mixed - probs), carry, statistics
 
     def step_end(self) -> None:

@@ -167,7 +167,7 @@ class Router(nn.Module):
         probs = normalize(logits)  # [B, T, E]
         if mix is not None:
             unmixed = probs
-            probs, carry, mixed = mix(unmixed, hidden, context)
+            probs, carry, mixed = Mixer.checked(mix(unmixed, hidden, context), unmixed, self.spec)
             _add(statistics, "mix", mixed)
         if scored.statistics:
             _add(statistics, "score", scored.statistics)
@@ -176,10 +176,10 @@ class Router(nn.Module):
         # logits still differ where probabilities are rounded to 0 or 1
         choice = logits if normalize.increasing and (mix is None or probs is unmixed) else probs
         scores = Scores(logits, probs, choice, scored.extra, unmixed)
+        tokens = logits.shape[0] * logits.shape[1]
         if self.replayed is None:
-            return scored, scores, carry, Selection.of(select(scores, self.top_k, context), self.spec)
-        asked, tokens = len(self.replayed), logits.shape[:2].numel()
-        if asked != tokens:
+            return scored, scores, carry, Selection.of(select(scores, self.top_k, context), tokens, self.spec)
+        if (asked := len(self.replayed)) != tokens:
             raise ValueError(f"{self.spec}: the replayed routing is of {asked} tokens, the input of {tokens}")
         return scored, scores, carry, select.replay(scores, self.replayed.to(logits.device))
 

@@ -147,11 +147,15 @@ class Selection:
     asked: Selection | None = None
 
     @staticmethod
-    def of(found: Any, spec: str) -> Selection:
-        """What a selector returned, as a `Selection`."""
+    def of(found: Any, tokens: int, spec: str) -> Selection:
+        """What a selector returned, as a `Selection`; ValueError where it is none of so many tokens."""
         if not isinstance(found, Selection | tuple | list):
             raise ValueError(f"{spec}: the selector must return (experts, weights) or Selection(…)")
-        return found if isinstance(found, Selection) else Selection(*found)
+        one = found if isinstance(found, Selection) else Selection(*found)
+        if (shape := one.experts.shape) != one.weights.shape or shape[:-1] != (tokens,):
+            told = f"experts {[*shape]}, weights {[*one.weights.shape]}: not [{tokens}, width]"
+            raise ValueError(f"{spec}: the selector's {told}")
+        return one
 
     @property
     def combine(self) -> Combine:

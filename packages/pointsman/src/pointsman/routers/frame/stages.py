@@ -205,6 +205,19 @@ class Mixer(Stage):
         """Returns the mixed probabilities, the carry (`Routing.carry`) or None, and statistics for `gather`."""
         raise NotImplementedError
 
+    @staticmethod
+    def checked(found: Any, probs: Tensor, spec: str) -> tuple[Tensor, RouterState | None, Tensors]:
+        """What a mixer made of `probs`; ValueError where it is something else."""
+        try:  # each call of Python would cost at every step
+            mixed, carry, statistics = found
+            shape, *_ = mixed.shape, carry is None or carry.items, statistics.items
+        except (AttributeError, TypeError, ValueError):
+            told = "the mixer must return (probabilities, carry or None, statistics): both are dicts"
+            raise ValueError(f"{spec}: {told}") from None
+        if shape != probs.shape:
+            raise ValueError(f"{spec}: mixed probabilities {[*shape]} of {[*probs.shape]}: not [B, T, E]")
+        return mixed, carry, statistics
+
 
 class Selector(Stage):
     """Scores and k -> experts [N, k] (-1 = none) and weights [N, k].
