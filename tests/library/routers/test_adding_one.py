@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pointsman import MoE, RoutingContext, build_router
 from pointsman.routers.frame import registry
+from pointsman.routers.frame.entries import Count, Probability
 from pointsman.routers.frame.registry import LayerSpec
 from pointsman.routers.frame.stage_values import Loss, Scores
 from pointsman.routers.frame.stages import Mixer, Normalizer, Selector, Stages, TopK
@@ -172,6 +173,42 @@ def test_what_a_mixer_must_return_is_told(
     monkeypatch.setitem(registry.MIXERS, "blend", registry.Entry("blend", lambda layer: Wrong(), "", ""))
     with pytest.raises(ValueError, match=rf"smoe\+blend: {says}"):
         build_router("smoe+blend", dim=8, num_experts=4)(torch.randn(2, 3, 8))
+
+
+@pytest.mark.parametrize(
+    ("kind", "default", "says"),
+    [
+        (Probability, 2.0, r"mine: default share=2.0: allowed are numbers from 0 to 1"),
+        (int, 2.5, r"mine: default share=2.5: allowed is a whole number"),
+        (Literal["a", "b"], "c", r"mine: default share='c': allowed is a or b"),
+        (list[int], [1], r"option 'share' needs bool, int, float or Literal, not list\[int\], as in share: float = "),
+        (str, "a", r"option 'share' needs bool, int, float or Literal, not <class 'str'>, as in share: float = "),
+    ],
+)
+def test_a_default_that_no_spec_may_set_is_refused(
+    kind: Any, default: Any, says: str, register: Callable[..., Any]
+) -> None:
+    def bare(layer: LayerSpec, *, share: Any = default) -> Stages:
+        return linear_scores(layer)
+
+    bare.__annotations__["share"] = kind
+    with pytest.raises(ValueError, match=says):
+        register("mine")(bare)
+
+
+def test_an_option_may_be_a_word_or_a_number_of_a_range(register: Callable[..., Any]) -> None:
+    @register("mine")
+    def build(layer: LayerSpec, *, share: Count | Literal["all"] = "all") -> Stages:
+        """A range that words do not have.
+
+        share: which.
+        """
+        return linear_scores(layer)
+
+    for spec in ("mine", "mine:share=all", "mine:share=2"):
+        build_router(spec, dim=8, num_experts=4)
+    with pytest.raises(ValueError, match="mine: option share=0: allowed are whole numbers from 1"):
+        build_router("mine:share=0", dim=8, num_experts=4)
 
 
 @pytest.mark.parametrize("wrong", [lambda z: z.flatten(0, 1), lambda z: z.transpose(0, 1), lambda z: z[:, :1]])

@@ -39,8 +39,7 @@ def convert(value: Any, kind: Any, where: str) -> Any:
 
     `where` names it; its last word is the number's name in `MOST`.
     """
-    name = where.replace(".", " ").split()[-1]
-    kinds = list(get_args(kind)) if get_origin(kind) in (Union, types.UnionType) else [kind]
+    name, kinds = where.replace(".", " ").split()[-1], _kinds(kind)
     for one in kinds:
         if get_origin(one) is Literal and (same := [name for name in get_args(one) if name in (value, str(value))]):
             return same[0]
@@ -63,6 +62,15 @@ def convert(value: Any, kind: Any, where: str) -> Any:
     near = get_close_matches(str(value), names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(f"{where}={value!r}: {hint}allowed is {describe(kind)}")
+
+
+def _kinds(kind: Any) -> list[Any]:
+    return list(get_args(kind)) if get_origin(kind) in (Union, types.UnionType) else [kind]
+
+
+def settable(kind: Any) -> bool:
+    """Whether `convert` makes values of this type."""
+    return all(one in (bool, int, float, type(None)) or get_origin(one) is Literal for one in _kinds(kind))
 
 
 def describe(kind: Any) -> str:

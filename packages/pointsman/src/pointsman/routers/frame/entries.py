@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 from torch import nn
 
 from pointsman._errors import did_you_mean
+from pointsman._values import convert, settable
 from pointsman.routers.frame.stages import NEEDS, Mixer, Normalizer, Scorer, Selector, Stages
 
 BASELINES = {
@@ -133,6 +134,12 @@ class Entry:
         parts = [(name, part) for hints in both for name, hint in hints.items() for part in (hint, *get_args(hint))]
         return {name: part.__metadata__[0] for name, part in parts if get_origin(part) is Annotated}
 
+    def check_range(self, name: str, value: Any, where: str) -> None:
+        """ValueError, which begins with `where`, for a value out of the option's range."""
+        one = self.allowed.get(name) or COMMON.allowed.get(name)
+        if one is not None and isinstance(value, int | float) and not one.holds(value):
+            raise ValueError(f"{where}={value}: allowed are {one.words}")
+
     @property
     def halves(self) -> tuple[str, str]:
         """What it is as scores and what as choice, a line each, without what they are of another router."""
@@ -148,8 +155,10 @@ def _options(build: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     found = {name: one for name, one in given.items() if one.kind is inspect.Parameter.KEYWORD_ONLY}
     for name in [name for name, one in given.items() if name not in found and one.default is not one.empty]:
         raise ValueError(f"{build.__name__}: option {name!r} must come after a *: (layer, *, {name}: float = …)")
-    lacking = {name: "a default" for name, one in found.items() if one.default is one.empty}
-    for name, what in (lacking | dict.fromkeys(found.keys() - hints, "a type")).items():
+    needed = {name: "a default" for name, one in found.items() if one.default is one.empty}
+    for name in [name for name in found if not settable(hints.get(name))]:
+        needed[name] = f"bool, int, float or Literal, not {hints[name]}" if name in hints else "a type"
+    for name, what in needed.items():
         raise ValueError(f"{build.__name__}: option {name!r} needs {what}, as in {name}: float = …")
     return {name: one.replace(annotation=hints[name]) for name, one in found.items()}
 
@@ -205,13 +214,14 @@ def _add(table: dict[str, Entry], new: Entry) -> None:
     for known in (ROUTERS.get(new.name), MIXERS.get(new.name)):
         if known is not None and _place(known.choose or known.build) != _place(new.choose or new.build):
             raise ValueError(f"the name {new.name!r} is taken: {_place(known.build)[0]} registers it; choose another")
-    taken = sorted(set(new.options) & set(COMMON.options)) if table is ROUTERS else []
-    if taken:
-        raise ValueError(f"router {new.name!r}: every router has an option {taken[0]!r}; choose another name for yours")
+    for name in sorted(new.options.keys() & COMMON.options) if table is ROUTERS else []:
+        raise ValueError(f"router {new.name!r}: every router has an option {name!r}; choose another name for yours")
+    for name, one in new.options.items():
+        if one.default is not None:
+            new.check_range(name, convert(one.default, one.annotation, where := f"{new.name}: default {name}"), where)
     for words, names in ((new.needs.replace("|", " ").split(), set(NEEDS)), (new.defaults, set(new.of_scores))):
-        for word in words:
-            if word not in names:
-                raise ValueError(f"router {new.name!r}: unknown {word!r}: {did_you_mean(word, names)}")
+        for word in [word for word in words if word not in names]:
+            raise ValueError(f"router {new.name!r}: unknown {word!r}: {did_you_mean(word, names)}")
     table[new.name] = new
 
 

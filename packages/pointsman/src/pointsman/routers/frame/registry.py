@@ -154,14 +154,12 @@ def halves(parsed: ParsedSpec, spec: str) -> tuple[dict[str, Any], dict[str, Any
 
 def converted(options: Mapping[str, Any], schema: Mapping[str, Any], entry: Entry, spec: str) -> dict[str, Any]:
     """Options checked against the schema and the ranges of `entry`, strings turned into their types."""
-    ranges = {**COMMON.allowed, **entry.allowed}
     values: dict[str, Any] = {}
     for key, value in options.items():
         if key not in schema:
             raise ValueError(f"router spec {spec!r}: {entry.name!r} has no option {key!r}: {did_you_mean(key, schema)}")
         values[key] = value = convert(value, schema[key].annotation, f"router spec {spec!r}: option {key}")
-        if value is not None and key in ranges and not ranges[key].holds(value):
-            raise ValueError(f"{entry.name}: option {key}={value}: allowed are {ranges[key].words}")
+        entry.check_range(key, value, f"{entry.name}: option {key}")
     return values
 
 
