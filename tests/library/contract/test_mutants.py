@@ -13,7 +13,7 @@ from pointsman.experts.cpu import products
 from pointsman.routers.frame import registry
 from pointsman.routers.frame.registry import LayerSpec
 from pointsman.routers.frame.stage_values import LossInput, Scored, Scores, Selection
-from pointsman.routers.frame.stages import Loss, Selector, Stages
+from pointsman.routers.frame.stages import Loss, Normalizer, Selector, Stages
 from pointsman.routers.papers.topk import LinearScorer
 from pointsman.routing import RoutingContext
 from pointsman.testing import Case, flags, layer, routing, steps
@@ -85,6 +85,40 @@ class Tied(Selector):
         weights, experts = probs.sort(-1, descending=True)
         width = int((weights >= weights[:, k - 1 : k]).sum(-1).amax()) if len(probs) else k
         return Selection(experts[:, :width], weights[:, :width])
+
+
+class Odd(Selector):
+    """Top-k that changes its scores in place, or whose weights are infinite where all k are equal, as one is."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+
+    def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
+        if self.in_place:
+            scores.choice.detach().mul_(0.5)
+        weights, experts = scores.probs.flatten(0, 1).topk(k)
+        return experts, weights if self.in_place else weights / (weights.amax(1) - weights.amin(1))[:, None]
+
+
+class Falling(Normalizer):
+    """Less for larger logits, which it denies."""
+
+    increasing, gives = True, frozenset({"positive", "share"})
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return torch.sigmoid(-logits)
+
+
+class Exponential(Normalizer):
+    """Scores of any size, under whatever they are said to be."""
+
+    def __init__(self, *gives: str) -> None:
+        super().__init__()
+        self.gives = frozenset(gives)
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return logits.exp()
 
 
 class Changed(LinearScorer):
@@ -190,6 +224,14 @@ STAGES: dict[str, Callable[[LayerSpec], Stages]] = {
     "padding of others": lambda layer: Stages(Neighbours(layer.dim, layer.num_experts)),
     "follows the token before": lambda layer: Stages(LinearScorer(layer.dim, layer.num_experts), select=Follows()),
     "carries no positions": lambda layer: Stages(Recurrent(layer.dim, layer.num_experts)),
+    "in place": lambda layer: Stages(LinearScorer(layer.dim, layer.num_experts), select=Odd(True)),
+    "infinite weights": lambda layer: Stages(LinearScorer(layer.dim, layer.num_experts), select=Odd(False)),
+    "falling": lambda layer: Stages(LinearScorer(layer.dim, layer.num_experts), Falling()),
+    "any scores": lambda layer: Stages(LinearScorer(layer.dim, layer.num_experts), Exponential("positive")),
+    "no share": lambda layer: Stages(LinearScorer(layer.dim, layer.num_experts), Exponential("positive", "share")),
+    "no distribution": lambda layer: Stages(
+        LinearScorer(layer.dim, layer.num_experts), Exponential("positive", "distribution")
+    ),
     "all that tie": lambda layer: Stages(LinearScorer(layer.dim, layer.num_experts), select=Tied()),
 }
 
@@ -269,6 +311,11 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Case]:
         ("carries no positions", flags.segments),
         ("of directions", routing.shapes_and_sums),
         ("all that tie", routing.shapes_and_sums),
+        ("in place", routing.shapes_and_sums),
+        ("infinite weights", routing.shapes_and_sums),
+        ("falling", routing.shapes_and_sums),
+        ("no share", routing.shapes_and_sums),
+        ("no distribution", routing.shapes_and_sums),
     ],
 )
 def test_a_mutant_is_killed(kind: str, check: Check, build: Callable[[str], Case]) -> None:
@@ -284,6 +331,10 @@ def test_what_they_are_made_from_is_right(kind: str, build: Callable[[str], Case
         if check not in compiling:
             torch.manual_seed(0)
             check(case)
+
+
+def test_scores_that_overflow_draw_nothing(build: Callable[[str], Case]) -> None:
+    flags.stochastic_flag(build("any scores"))
 
 
 @pytest.mark.parametrize("wide", [False, True])

@@ -127,7 +127,7 @@ class BrokenPromiseError(AssertionError):
     """What `expect` raises: a promise that does not hold, and no assertion of a router's own."""
 
 
-def expect(condition: bool, message: str) -> None:
+def expect(condition: bool | Tensor, message: str) -> None:
     """BrokenPromiseError with the message, also under `python -O`."""
     if not condition:
         raise BrokenPromiseError(message)
@@ -138,7 +138,10 @@ def expect_equal(left: Tensor, right: Tensor, what: str) -> None:
 
 
 def expect_close(left: Tensor, right: Tensor, what: str, rtol: float | None = None, atol: float | None = None) -> None:
-    torch.testing.assert_close(left, right, rtol=rtol, atol=atol, msg=lambda told: f"{what}: {told}")
+    try:
+        torch.testing.assert_close(left, right, rtol=rtol, atol=atol)
+    except AssertionError as error:
+        raise BrokenPromiseError(f"{what}: {' '.join(str(error).split())}") from None
 
 
 def expect_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: str, rtol: float, atol: float) -> None:

@@ -134,7 +134,7 @@ def stochastic_flag(case: Case) -> None:
         for hidden, router in ((scale * case.hidden(), router) for scale in (100, 1) for router in routers):
             left, right = (route(router, hidden, seed=seed) for seed in (3, 4))
             for name in ("experts", "weights", "probs"):
-                same &= torch.equal(getattr(left, name), getattr(right, name))
+                same &= torch.equal(*(getattr(one, name).nan_to_num() for one in (left, right)))  # some overflow
         drawn = not torch.equal(torch.get_rng_state(), torch.manual_seed(4).get_state())  # how the last routing began
         expect(stochastic or not drawn, f"declared in {mode} not stochastic, but torch's generator moved")
         told = "stochastic, but two seeds agree" if same else "not stochastic, but two seeds differ"

@@ -12,7 +12,6 @@ import torch
 
 from pointsman.control import set_top_k
 from pointsman.routers.frame.router import Router
-from pointsman.routers.frame.stages import Softmax
 from pointsman.routing import Routing
 from pointsman.testing.case import Case, context_for, declared, drops, expect, expect_close, expect_equal, route
 
@@ -22,24 +21,15 @@ def any_width(router: Router, routing: Routing) -> bool:
     return not routing.requested or (router.ragged and routing.experts.shape[-1] == router.num_experts)
 
 
-def values_of_k(router: Router) -> list[int]:
-    """The values of k that can be set."""
-    return [router.num_experts] if router.fixed_k else list(range(1, router.num_experts + 1))
-
-
-def sums_to_one(router: Router) -> bool:
-    """Whether the probabilities of a token are a distribution."""
-    return isinstance(router.normalize, Softmax) or getattr(router.normalize, "gate", "") == "softmax"
-
-
 def shapes_and_sums(case: Case) -> None:
     """At every k, experts and weights are [tokens, k], probs and logits [tokens, E]; no token has an expert twice.
 
-    Nothing is NaN, and a token has no more experts on average than k, or than `Selector.cost` says.
+    Nothing is NaN, a token has no more experts on average than k, or than `Selector.cost` says, and the scores are what
+    the normalizer says (`increasing`, `gives`); no stage changes them in place.
     """
     router, hidden, tokens = case.router().eval(), case.hidden(), case.batch * case.length
     hidden[0, 0] = 0  # no direction, and equal scores
-    for k in values_of_k(router):
+    for k in range(case.num_experts if router.fixed_k else 1, case.num_experts + 1):
         set_top_k(router, k)
         routing = route(router, hidden)
         chosen = k if not any_width(router, routing) else routing.experts.shape[-1]
@@ -59,8 +49,20 @@ def shapes_and_sums(case: Case) -> None:
         expect(not routing.requested or mean <= cap, f"k={k}: {mean:.3g} experts a token; Selector.cost must say so")
         for name, one in [("logits", routing.logits), *routing.losses.items()]:
             expect(not bool(one.isnan().any()), f"k={k}: {name}: NaN")
+        expect(routing.weights.isfinite().all(), f"k={k}: weights: NaN or infinite")
         expect(bool((routing.probs >= 0).all()), f"k={k}: a probability below 0, or NaN")
-        if sums_to_one(router):
+        scores, gives = routing.probs if routing.unmixed is None else routing.unmixed, router.normalize.gives
+        if not router.normalize.stochastic:
+            again = router.normalize(routing.logits.view(case.batch, case.length, -1)).flatten(0, 1)
+            expect_close(
+                again, scores, f"k={k}: a stage changes logits or probabilities in place; others read them, too"
+            )
+        fall = scores.gather(-1, routing.logits.argsort(-1)).diff(dim=-1).amin()
+        expect(fall > -1e-5 or not router.normalize.increasing, "`increasing`, but a larger logit has a smaller score")
+        expect(
+            scores.amax() < 1 + 1e-5 or "share" not in gives, f"k={k}: a score above 1: the normalizer gives no share"
+        )
+        if "distribution" in gives:
             expect_close(routing.probs.sum(-1), torch.ones(tokens), f"k={k}: the sum of probs")
         if getattr(router.select, "renormalize", False) and not drops(router):
             total = torch.full((tokens,), router.scale)
