@@ -266,9 +266,15 @@ def test_a_router_that_looks_ahead_and_does_not_say_so_is_not_trained(
     [
         ("return super().forward(hidden, context) + hidden.new_empty(()).normal_()", "torch's generator moved"),
         ("hidden.data.clamp_(-1, 1); return super().forward(hidden, context)", "changes the hidden states in place"),
+        ("return super().forward(hidden, context).abs() * float('nan')", "k=1: logits: NaN"),
+        (
+            "return super().forward(hidden, context) + hidden @ self.rows[0].T\n\n    def __init__(self, *sizes):\n"
+            "        super().__init__(*sizes)\n        self.rows = [self.weight.detach().clone().normal_()]",
+            "with the state_dict of another routes as that one does",
+        ),
     ],
 )
-def test_what_an_imported_router_draws_or_changes_in_silence_is_told(file: Path, change: str, says: str) -> None:
+def test_what_an_imported_router_draws_changes_or_hides_in_silence_is_told(file: Path, change: str, says: str) -> None:
     file.write_text(LOOKS_AHEAD.replace("return super().forward(hidden, context).roll(-1, 1)", change))
     imports.import_named(str(file))
     with pytest.raises(RunError, match=says):

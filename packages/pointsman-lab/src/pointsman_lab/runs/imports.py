@@ -95,11 +95,12 @@ def import_remembered(names: Sequence[str]) -> list[str]:
 
 
 def check_imported(specs: Iterable[str], dim: int, num_experts: int) -> None:
-    """Proves that routers of other packages are as stochastic, causal and batch invariant as they declare, in small
-    forwards, and leave the hidden states as they are; RunError with the line of the contract where one does not.
+    """Proves of routers of other packages, in small forwards, that routings have their shapes and sums, that
+    `state_dict` holds all weights, that flags are true and hidden states stay as they are; RunError with the line of
+    the contract where one does not hold.
     """
     from pointsman.routers.frame.registry import BASELINES, entry, parse_spec, split_specs
-    from pointsman.testing import Case, flags
+    from pointsman.testing import Case, flags, routing
     from pointsman.testing.case import BrokenPromiseError
     from pointsman.testing.contract import hold
 
@@ -111,7 +112,8 @@ def check_imported(specs: Iterable[str], dim: int, num_experts: int) -> None:
             continue
         case = Case(spec, dim, num_experts, must_show=False)
         try:
-            hold(case, (flags.stochastic_flag, flags.causal_flag, flags.batch_invariant_flag))
+            proofs = (routing.shapes_and_sums, flags.stochastic_flag, flags.causal_flag, flags.batch_invariant_flag)
+            hold(case, (*proofs, routing.state_dict))
         except Exception as broken:
             # another error is of these sizes, or training meets it
             if isinstance(broken.__cause__, BrokenPromiseError):
