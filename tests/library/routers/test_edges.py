@@ -141,6 +141,11 @@ def test_the_state_of_a_frozen_router_stays(role: str) -> None:
     assert not model[1].router.select.bias.any()
 
 
+def test_a_freeze_of_no_role_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"freeze: no role is given, as in freeze\(model, \"router\"\)"):
+        freeze(MoE(8, 8, 4))
+
+
 def test_a_materialized_router_stays_frozen() -> None:
     layer = MoE(8, 8, 4, router="hyperrouter:hyper_dim=4")
     freeze(layer, "router")

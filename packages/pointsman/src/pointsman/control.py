@@ -108,8 +108,10 @@ def freeze(model: nn.Module, *roles: str) -> None:
     Of a Hugging Face MoE the roles are "router" (each gate with its correction bias) and "experts".
 
     Raises:
-        ValueError: a role that no part of the model has.
+        ValueError: no role, or one that no part of the model has.
     """
+    if not roles:
+        raise ValueError('freeze: no role is given, as in freeze(model, "router")')
     if is_huggingface(model):
         from pointsman.hf.listen import freeze as freeze_gates
 
