@@ -135,6 +135,7 @@ def test_a_module_that_was_imported_before(file: Path, monkeypatch: pytest.Monke
     (file.parent / "my_module.py").write_text(SOURCE)
     import_module("my_module")
     assert elsewhere.import_routers("my_module") == "my_module"
+    assert elsewhere.import_routers(str(file.parent / "my_module.py")).endswith("my_module.py")
     (file.parent / "empty.py").write_text("")
     for name in ("os", str(file.parent / "empty.py")) * 2:
         with pytest.raises(ValueError, match="registers no router"):

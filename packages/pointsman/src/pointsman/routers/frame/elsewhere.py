@@ -51,10 +51,7 @@ def import_routers(name: str) -> str:
         return recorded
     before = len(ROUTERS | MIXERS)
     try:
-        if path is None:
-            import_module(name)
-        else:
-            import_file("pointsman_import", path)
+        loaded = import_module(name) if path is None else import_file("pointsman_import", path)
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{name}.".startswith(f"{missing}."):
@@ -62,7 +59,8 @@ def import_routers(name: str) -> str:
             raise ValueError(f"{where}: there is no module {missing!r}{hint}") from None
         raise ValueError(f"{where}: it fails with {_told(error)}") from None
     packages = {(one.choose or one.build).__module__.partition(".")[0] for one in (ROUTERS | MIXERS).values()}
-    if before == len(ROUTERS | MIXERS) and name.partition(".")[0] not in packages:  # nor when it was imported before
+    own = loaded.__name__.partition(".")[0]
+    if before == len(ROUTERS | MIXERS) and own not in packages:  # nor when it was imported before
         raise ValueError(f"{where}: it registers no router; it needs a function under @register_router(…)")
     _FOUND.add(recorded)
     return recorded
