@@ -215,6 +215,9 @@ def test_rows_that_cannot_be_paired_are_named(tmp_path: Path) -> None:
     assert len(notes) == 3
     assert "evaluated with different protocols" in notes[1]
     assert "(device)" in notes[2]
+    plan = json.loads((other / "comparison.json").read_text())
+    (other / "comparison.json").write_text(json.dumps(plan | {"shown": {"names": {"hyperrouter": "Ours"}}}))
+    assert lines(read_comparison(other))[1].startswith("Ours (seed 0): ")
 
 
 def test_rows_with_settings_of_their_own_are_told(tmp_path: Path) -> None:
@@ -238,6 +241,12 @@ def test_rows_with_settings_of_their_own_are_told(tmp_path: Path) -> None:
     ]
     assert pairing(comparison)[0].startswith("Apart from what the settings named below change, rows of one seed see")
     assert "same seed and data order;" in ComparisonTable.of(comparison).text()
+    (path / "comparison.json").write_text(json.dumps(plan | {"shown": {"names": {"xmoe": "Ours", "thor": "Drawn"}}}))
+    notes = pairing(read_comparison(path))
+    assert notes[1].startswith("Drawn: draws random numbers")
+    assert notes[-2].endswith("1e-3 (smoe), 2e-2 (Ours); router lr scale: 1 (smoe), 4 (Ours).")
+    assert notes[-1].startswith("Drawn: not tuned")
+    assert dict(settings(read_comparison(path)))["learning rate"] == "0.001 (smoe, Drawn), 0.02 (Ours)"
     plan["tuned"]["xmoe"]["model.dim"] = "32"
     (path / "comparison.json").write_text(json.dumps(plan))
     for config in path.glob("runs/r1/*/config.json"):

@@ -81,7 +81,14 @@ def lines(comparison: Comparison) -> list[str]:
             groups.setdefault(_protocol_line(run), []).append(run)
     if len(groups) <= 1:
         return list(groups) or ["no run has been evaluated yet"]
-    return [f"{', '.join(f'{run.router} (seed {run.seed})' for run in runs)}: {line}" for line, runs in groups.items()]
+    called = _called(comparison)
+    told = {line: ", ".join(f"{called[run.router]} (seed {run.seed})" for run in runs) for line, runs in groups.items()}
+    return [f"{rows}: {line}" for line, rows in told.items()]
+
+
+def _called(comparison: Comparison) -> dict[str, str]:
+    """What the tables call each row."""
+    return {row: comparison.shown.get("names", {}).get(row, row) for row in comparison.routers}
 
 
 def _protocol_line(run: RunRecord) -> str:
@@ -106,13 +113,14 @@ def pairing(comparison: Comparison) -> list[str]:
         read = {(str(run.config.get("data")), _protocol_line(run)) for run in comparison.runs.values()}
         apart = "These audits read different texts, or read them differently: their figures are not comparable."
         return [apart] if len(read) > 1 else []
-    told = {name: _of_rows(values) for name, values in differing(comparison).items()}
+    called = _called(comparison)
+    told = {name: _of_rows(values, called) for name, values in differing(comparison).items()}
     found = [
         f"{'Apart from what the settings named below change, r' if told else 'R'}ows of one seed see the same batches "
         "in the same order, start from the same weights outside the router, and drop the same activations: each step "
         "seeds the default generator from (seed, step)."
     ]
-    random = [router for router in comparison.routers if stochastic(router)]
+    random = [called[router] for router in comparison.routers if stochastic(router)]
     if random:
         found.append(
             f"{', '.join(random)}: draws random numbers while training, so that later dropout masks of a step differ "
@@ -120,7 +128,7 @@ def pairing(comparison: Comparison) -> list[str]:
         )
     from pointsman.routers.frame.entries import BASELINES
 
-    dense = [router for router in comparison.routers if router in BASELINES]
+    dense = [called[router] for router in comparison.routers if router in BASELINES]
     if dense:
         found.append(
             f"{', '.join(dense)}: no experts, so that the feed-forward weights and their dropout masks have no "
@@ -134,9 +142,9 @@ def pairing(comparison: Comparison) -> list[str]:
         for row, of in comparison.tuned.items():
             for key in of.keys() - {"row"}:
                 by_value.setdefault(key, {}).setdefault(str(of[key]), []).append(row)
-        own = "; ".join(f"{_words(key)}: {_of_rows(by_value[key])}" for key in sorted(by_value))
+        own = "; ".join(f"{_words(key)}: {_of_rows(by_value[key], called)}" for key in sorted(by_value))
         found.append(f"--tune chose settings of single rows, on seeds of its own. {own}.")
-    if comparison.tuned and (left := [row for row in comparison.routers if row not in comparison.tuned]):
+    if comparison.tuned and (left := [called[row] for row in comparison.routers if row not in comparison.tuned]):
         found.append(
             f"{', '.join(left)}: not tuned, among rows that are: a difference to them may be one of the settings alone."
         )
@@ -164,8 +172,8 @@ def differing(comparison: Comparison) -> dict[str, dict[str, list[str]]]:
     return {name: values for name, values in found.items() if len(values) > 1}
 
 
-def _of_rows(values: Mapping[str, Sequence[str]]) -> str:
-    return ", ".join(f"{value} ({', '.join(rows)})" for value, rows in values.items())
+def _of_rows(values: Mapping[str, Sequence[str]], called: Mapping[str, str]) -> str:
+    return ", ".join(f"{value} ({', '.join(called.get(row, row) for row in rows)})" for value, rows in values.items())
 
 
 _NO_SETTINGS = ("format", "command", "findings")  # entries of config.json that are no settings
@@ -190,7 +198,8 @@ def settings(comparison: Comparison) -> list[tuple[str, str]]:
     """The settings of the runs: (name in words, value); where rows of one comparison differ, each value with them."""
     source = comparison.settings if not comparison.single else next(iter(comparison.runs.values())).config
     told = ((name, value) for name, value in flattened(source) if value is not None and name not in _NO_SETTINGS)
-    own = {} if comparison.single else {name: _of_rows(values) for name, values in differing(comparison).items()}
+    different = {} if comparison.single else differing(comparison)
+    own = {name: _of_rows(values, _called(comparison)) for name, values in different.items()}
     return [(_words(name), own.get(name) or _plain(value)) for name, value in told]
 
 
