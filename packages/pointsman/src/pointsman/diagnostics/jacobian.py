@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -80,7 +80,8 @@ class JacobianTerms(Diagnostic):
             routing: Routing = layer.router(into_router, context)
             into_experts = flat.clone().requires_grad_()
             weights = {name: one.detach().clone().requires_grad_() for name, one in _weights(routing).items()}
-            given = _weighted(routing, weights)
+            own = routing.detach()
+            given = replace(own, weights=weights["weights"], how=own.combine.weighted(weights))
             output: Tensor = given.combine(layer, into_experts, given)[0]
             first, *of_weights = torch.autograd.grad(
                 output, (into_experts, *weights.values()), gradient, allow_unused=True, materialize_grads=True
@@ -143,12 +144,6 @@ def router_span(router: Router) -> Tensor | None:
 def _weights(routing: Routing) -> dict[str, Tensor]:
     """All weights that enter the output, by name: [tokens, …], of slots [B, T, E, P]."""
     return {"weights": routing.weights, **routing.combine.weights()}
-
-
-def _weighted(routing: Routing, weights: Mapping[str, Tensor]) -> Routing:
-    """The routing with these weights in the place of its own."""
-    own = routing.detach()
-    return replace(own, weights=weights["weights"], how=own.combine.weighted(weights))
 
 
 def _vjp(outputs: Sequence[Tensor], inputs: Tensor, vectors: Sequence[Tensor]) -> Tensor:

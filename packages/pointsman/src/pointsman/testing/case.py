@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pointsman.layer import MoE
 from pointsman.routers.frame.registry import build_router
 from pointsman.routers.frame.router import Router
-from pointsman.routing import AttentionTrace, Responses, Routing, RoutingContext
+from pointsman.routing import AttentionTrace, Routing, RoutingContext
 
 VOCABULARY = 64
 
@@ -81,20 +81,16 @@ def segment(whole: AttentionTrace, start: int, stop: int) -> AttentionTrace:
     return replace(whole, query=query, key=whole.key[:, :, :stop], value=whole.value[:, :, :stop], output=output)
 
 
-def fixed_responses(hidden: Tensor, num_experts: int) -> Responses:
-    """The responses of fixed experts: E_e(h) = tanh((e + 1) h)."""
-    scales = torch.arange(1.0, num_experts + 1)[:, None].to(hidden.dtype)
-    return lambda reduce: reduce(torch.tanh(scales * hidden.flatten(0, 1)[:, None]))
-
-
 def context_for(router: Router, hidden: Tensor, **fields: object) -> RoutingContext:
     """A context with everything that the router needs."""
     needs = router.needs
     ids = (torch.arange(hidden.shape[1]) % VOCABULARY).expand(hidden.shape[:2])
+    scales = torch.arange(1.0, router.num_experts + 1)[:, None].to(hidden.dtype)
+    every = torch.tanh(scales * hidden.flatten(0, 1)[:, None])  # responses of fixed experts: E_e(h) = tanh((e + 1) h)
     context = RoutingContext(
         attention=attention_trace(hidden) if "attention" in needs else None,
         token_ids=ids if "token_ids" in needs else None,
-        responses=fixed_responses(hidden, router.num_experts) if router.score.needs_responses else None,
+        responses=(lambda reduce: reduce(every)) if router.score.needs_responses else None,
         below={
             name: torch.linspace(-1, 1, width).to(hidden.dtype).expand(*hidden.shape[:2], width)
             for name, width in router.score.below.items()

@@ -194,7 +194,9 @@ def build_router(
         check_whole(name, value, least=least)
     if vocab_size is not None:
         check_whole("vocab_size", vocab_size)
-    parsed = _with_options(parsed, options)
+    first = {n: v for n, v in options.items() if parsed.choice is None or n in ROUTERS[parsed.router].of_scores}
+    second = {**parsed.choice_options, **{name: value for name, value in options.items() if name not in first}}
+    parsed = parsed._replace(options={**parsed.options, **first}, choice_options=second)  # each in the half that has it
     written_spec = format_spec(parsed) if options else spec.strip()
     where = f"router spec {written_spec!r}: "
     of_scores, of_choice, common = halves(parsed, written_spec)
@@ -292,13 +294,6 @@ def format_spec(parsed: ParsedSpec) -> str:
     choice = f"@{part(parsed.choice, parsed.choice_options)}" if parsed.choice else ""
     mixer = f"+{part(parsed.mixer, parsed.mixer_options)}" if parsed.mixer else ""
     return part(parsed.router, parsed.options) + choice + mixer
-
-
-def _with_options(parsed: ParsedSpec, options: Mapping[str, Any]) -> ParsedSpec:
-    """The parsed spec with `options` of the router on top of its own, each in the half that has it."""
-    first = {n: v for n, v in options.items() if parsed.choice is None or n in ROUTERS[parsed.router].of_scores}
-    second = {name: value for name, value in options.items() if name not in first}
-    return parsed._replace(options={**parsed.options, **first}, choice_options={**parsed.choice_options, **second})
 
 
 def build_routers(

@@ -187,7 +187,8 @@ class Router(nn.Module):
         """The weighted losses by name; the statistics of the balance loss go into `statistics`."""
         if exporting():  # for inference
             return {}
-        every = {"balance": Loss(self.balancing, self.balance), "z_loss": Loss(_z_loss, self.z_loss), **self.losses}
+        z_loss = Loss(lambda given: auxiliary.z_loss(given.logits, given.mask, given.ranks), self.z_loss)
+        every = {"balance": Loss(self.balancing, self.balance), "z_loss": z_loss, **self.losses}
         if self.balance:
             _add(statistics, "balancing", self.balancing.statistics(given))
         found = ((name, one.weight, one.function(given)) for name, one in every.items() if one.weight)
@@ -304,10 +305,6 @@ class Router(nn.Module):
 def _add(statistics: dict[str, Tensor], stage: str, found: Tensors) -> None:
     """Adds a stage's statistics under their names in a `Routing`."""
     statistics |= {f"{stage}.{name}": value for name, value in found.items()}
-
-
-def _z_loss(given: LossInput) -> Tensor:
-    return auxiliary.z_loss(given.logits, given.mask, given.ranks)
 
 
 def check_top_k(top_k: int, num_experts: int) -> int:
