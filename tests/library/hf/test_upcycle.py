@@ -119,6 +119,7 @@ def test_router_trains_and_materializes() -> None:
         ("llama", {}, {"attention_bias": True}, "attention_bias"),
         ("llama", {"router": "smoe|sparsemixer"}, {}, "weights of 'sparsemixer' do not sum to 1"),
         ("llama", {"router": "smoe:renormalize=false"}, {}, "do not sum to 1"),
+        ("llama", {"router": "smoe:renormalize=false", "top_k": 4}, {}, "do not sum to 1 at k="),  # all that it has
         ("qwen3", {"router": "loss-free:scale=2.5"}, {}, "do not sum to 1"),
         ("qwen3", {}, {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True}, "sliding"),
     ],

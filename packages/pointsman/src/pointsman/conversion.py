@@ -56,16 +56,18 @@ def upcycle(
 
 
 def check_weights(router: str, num_experts: int, top_k: int) -> None:
-    """ValueError if a router weighs a token's experts otherwise than to 1. A mixer does not change that."""
+    """ValueError if a router weighs a token's experts otherwise than to 1 at any k. A mixer does not change that."""
     plain = build_router(router.partition("+")[0], dim=8, num_experts=num_experts, top_k=top_k, vocab_size=2).eval()
     if plain.needs or plain.score.may_need_responses:
         raise ValueError(f"upcycle: router {router!r} reads more than hidden states; build MoE with it yourself")
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        routing = plain(torch.randn(1, 16, 8))
-    total = routing.weights.sum(-1)
-    if not torch.allclose(total, torch.ones_like(total), atol=1e-5):
-        raise ValueError(f"upcycle: the combine weights of {router!r} do not sum to 1, so the mixture would not equal "
-                         "the dense model")  # fmt: skip
+    for k in {top_k} if plain.fixed_k else {1, min(2, num_experts), top_k}:  # softmax alone sums to 1 at k = E
+        plain.top_k = k
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            routing = plain(torch.randn(1, 16, 8))
+        total = routing.weights.sum(-1)
+        if not torch.allclose(total, torch.ones_like(total), atol=1e-5):
+            raise ValueError(f"upcycle: the combine weights of {router!r} do not sum to 1 at k={k}, so the mixture "
+                             "would not equal the dense model")  # fmt: skip
     if plain.limit is not None or type(routing.combine) not in (Combine, Dense):
         raise ValueError(f"upcycle: router {router!r} does not only weigh outputs; build MoE with it yourself")
 
