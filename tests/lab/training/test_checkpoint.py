@@ -303,6 +303,9 @@ def test_without_a_whole_checkpoint_one_line_says_so(tmp_path: Path) -> None:
     notes: list[str] = []
     with pytest.raises(RunError, match="has no whole checkpoint: the run has not saved yet"):
         whole_checkpoint(tmp_path / "checkpoints", notes.append)
+    (tmp_path / "evaluation.json").write_text("{}")  # as in a shared run
+    with pytest.raises(RunError, match="has no whole checkpoint: its weights are not there"):
+        whole_checkpoint(tmp_path / "checkpoints", notes.append)
     for step in (1, 2, 3):
         write_checkpoint(tmp_path / "checkpoints", step, some(), {})
         (tmp_path / "checkpoints" / f"step-{step}" / "model.safetensors").write_bytes(b"x")

@@ -20,6 +20,7 @@ from typing import Any
 
 from pointsman._errors import RunError
 from pointsman_lab._files import checksum, disk_errors, read_json, sync_folder, write_synced
+from pointsman_lab.runs.paths import EVALUATION
 
 FORMAT = 1
 SHARDED = 2
@@ -182,7 +183,8 @@ def whole_checkpoint(
     passed: list[str] = []
     checkpoint = last_checkpoint(folder, passed.append, usable)
     if checkpoint is None:
-        why = passed[0] if passed else "the run has not saved yet"
+        kept = (folder.parent / EVALUATION).is_file()  # of a shared run, or one whose checkpoints were removed
+        why = passed[0] if passed else "its weights are not there" if kept else "the run has not saved yet"
         others = f" (and {len(passed) - 1} older ones are no better)" if len(passed) > 1 else ""
         raise CheckpointError(f"{folder.parent} has no whole checkpoint: {why}{others}")
     if note:
