@@ -277,7 +277,8 @@ def test_an_interrupted_cell_goes_on_bit_for_bit(short: Task, tmp_path: Path) ->
     assert read_cell(tmp_path / "broken", "clusters", "smoe") == read_cell(tmp_path / "whole", "clusters", "smoe")
 
 
-def test_an_exam_whose_folder_is_moved_away_ends_and_begins_no_other(short: Task, tmp_path: Path) -> None:
+@pytest.mark.parametrize("another", [False, True])
+def test_an_exam_whose_folder_is_moved_away_writes_into_no_other(short: Task, tmp_path: Path, another: bool) -> None:
     out, calls = tmp_path / "out", 0
     out.mkdir()
 
@@ -286,10 +287,12 @@ def test_an_exam_whose_folder_is_moved_away_ends_and_begins_no_other(short: Task
         calls += 1
         if calls == 3:
             out.rename(tmp_path / "moved")
+            if another:
+                write_whole(out / "exam.json", "{}")
 
     with pytest.raises(RunError, match="out was removed or renamed while the exam trained; nothing more is saved"):
         fill(short, "smoe", 1, out, move, lambda _: None)
-    assert not out.exists()
+    assert not (out / "cells").exists()
     assert len(read_cell(tmp_path / "moved", "clusters", "smoe")["tried"]) == 2
 
 

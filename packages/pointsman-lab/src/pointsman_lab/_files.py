@@ -293,6 +293,18 @@ def is_taken(folder: Path) -> bool:
     return bool(_HELD) and not any(os.path.samestat(there, os.fstat(lock.fileno())) for lock in _HELD)
 
 
+def place_of(folder: Path) -> tuple[int, int] | None:
+    """Which folder is there, for processes that hold it not themselves; None where there is none.
+
+    Told by its lock file, whose number no other one gets while `alone` has it open.
+    """
+    for file in (folder / LOCK, folder):
+        with suppress(OSError):
+            status = os.stat(file)
+            return status.st_dev, status.st_ino
+    return None
+
+
 def _let_go() -> None:
     for lock in _HELD:
         with suppress(OSError):

@@ -10,7 +10,7 @@ from typing import Any
 
 from pointsman._errors import RunError
 from pointsman.routers.frame.registry import parse_spec
-from pointsman_lab._files import read_json, within, write_whole
+from pointsman_lab._files import place_of, read_json, within, write_whole
 from pointsman_lab.exam.run import run
 from pointsman_lab.exam.student import ROWS
 from pointsman_lab.exam.task import Task
@@ -79,12 +79,19 @@ def count(row: str, seeds: int) -> int:
     return len(FIRST) + len(variants(row)) - 1 + KEPT + seeds
 
 
-def fill(task: Task, row: str, seeds: int, out: Path, check: Callable[[], None], told: Callable[[int], None]) -> None:
-    """Does what is missing of a cell; every run that ends is kept, one that is interrupted starts anew."""
-    cell, begun = read_cell(out, task.name, row), out.exists()
+def fill(
+    task: Task, row: str, seeds: int, out: Path, check: Callable[[], None], told: Callable[[int], None],
+    place: tuple[int, int] | None = None,
+) -> None:  # fmt: skip
+    """Does what is missing of a cell; every run that ends is kept, one that is interrupted starts anew.
+
+    Args:
+        place: `place_of` the directory as the command began.
+    """
+    cell, place = read_cell(out, task.name, row), place or place_of(out)
 
     def keep() -> None:
-        if begun and not out.exists():
+        if place and place_of(out) != place:
             raise RunError(f"{out} was removed or renamed while the exam trained; nothing more is saved")
         write_whole(path_of(out, task.name, row), json.dumps(cell) + "\n")
         told(len(cell["tried"]) + len(cell["runs"]))

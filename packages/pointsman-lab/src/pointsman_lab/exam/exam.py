@@ -13,7 +13,7 @@ from typing import Any
 
 from pointsman._errors import RunError, Stopped
 from pointsman.routers.frame.registry import parse_spec
-from pointsman_lab._files import alone, parse_json, read_json, write_whole
+from pointsman_lab._files import alone, parse_json, place_of, read_json, write_whole
 from pointsman_lab.exam.cell import VERSION, count, fill, is_whole, read_cell
 from pointsman_lab.exam.scores import TASKS, Cells
 from pointsman_lab.exam.student import ROWS
@@ -149,13 +149,13 @@ def examine(
         ]  # fmt: skip
 
         titles = [f"{number}/{len(todo)} {' '.join(place)}" for number, place in enumerate(todo, 1)]
-        setup = partial(worker, out, plan.seeds, named_before(plan.imports))
+        setup = partial(worker, out, plan.seeds, named_before(plan.imports), place_of(out))
         do_all(todo, titles, setup, setup, jobs, progress=progress, ended=lambda _: ended(), stop=stop)
     return whole
 
 
-def worker(out: Path, seeds: int, imports: Sequence[str]) -> Work:
-    """What does a cell in a process of its own."""
+def worker(out: Path, seeds: int, imports: Sequence[str], held: tuple[int, int] | None) -> Work:
+    """What does a cell in a process of its own, in the directory whose `place_of` is `held`."""
     for name in imports:
         import_named(name)
 
@@ -173,7 +173,7 @@ def worker(out: Path, seeds: int, imports: Sequence[str]) -> Work:
 
         before = read_cell(out, task, row)
         progress.phase("runs", count(row, seeds), len(before["tried"]) + len(before["runs"]))
-        fill(TASKS[task], row, seeds, out, check, lambda done: progress.advance(done, {}))
+        fill(TASKS[task], row, seeds, out, check, lambda done: progress.advance(done, {}), held)
 
     return work
 
