@@ -265,12 +265,15 @@ def test_a_loaded_run_gives_the_same_figures(
 def test_a_finished_run_says_so_and_stays(settings: Settings, run: Callable[..., TrainResult]) -> None:
     first = run(settings())
     before = {file: file.stat().st_mtime_ns for file in first.out.rglob("*.safetensors")}
+    vocabulary = (first.out / "vocabulary.json").read_bytes()
+    (first.out / "vocabulary.json").unlink()  # made again: without it nothing can be evaluated
     listener = Listener()
     again = run(settings(), resume=True, progress=listener)
     assert again.already_finished
     assert again.evaluation == first.evaluation
     assert "is finished" in listener.notes[-1]
     assert {file: file.stat().st_mtime_ns for file in first.out.rglob("*.safetensors")} == before
+    assert (first.out / "vocabulary.json").read_bytes() == vocabulary
 
 
 def test_another_evaluation_of_a_finished_run_trains_nothing(

@@ -115,6 +115,8 @@ def train(
             progress.note(note)
         record = ranks.by_first(lambda: directory.read_json(EVALUATION))
         if record is not None and state.step == config.steps and task.is_current(record, config):
+            if checkpoint and checkpoint.state.get("vocabulary") == task.vocabulary.digest:
+                ranks.by_first(lambda: _write_vocabulary(directory, task))  # it may be lost or damaged
             progress.note(f"{directory.path} is finished: {config.steps} steps and the evaluation are done")
             return TrainResult(directory.path, state.step, record, already_finished=True)
         here = _environment(state)
@@ -158,6 +160,10 @@ def _write_description(directory: RunDirectory, task: Task, here: Mapping[str, A
     directory.write_json(ENVIRONMENT, here)
     for name, values in task.files.items():
         directory.write_json(name, values)
+    _write_vocabulary(directory, task)
+
+
+def _write_vocabulary(directory: RunDirectory, task: Task) -> None:
     write_whole(directory.path / VOCABULARY, task.vocabulary.to_json())
 
 
