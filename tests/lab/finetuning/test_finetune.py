@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,12 +16,16 @@ from pointsman._errors import RunError
 from pointsman.control import set_top_k
 from pointsman.recording import record_routing
 from pointsman_lab.cli.main import main
+from pointsman_lab.data.task_streams import Encoded
 from pointsman_lab.diagnosis import diagnose_path
 from pointsman_lab.evaluation.passes import PLAIN
 from pointsman_lab.finetuning import Finetuning, finetune, open_run
 from pointsman_lab.finetuning.consistency import finetunings_of
 from pointsman_lab.finetuning.run import finetuned_task, identity
+from pointsman_lab.finetuning.task import change_from
+from pointsman_lab.models.classifier import Classifier
 from pointsman_lab.recipes import preset
+from pointsman_lab.registry import preset_config
 from pointsman_lab.report.commands import command
 from pointsman_lab.report.task_table import routing_of
 from pointsman_lab.runs.checkpoints import last_checkpoint
@@ -228,6 +233,13 @@ def test_seeds_differ_and_routers_start_alike(comparison: Path, task: str, tmp_p
     assert losses["smoe", 0] != losses["smoe", 1]
     heads = [open_run(tmp_path / name).config for name in ("smoe-0", "dense-0")]
     assert heads[0].seed == heads[1].seed
+
+
+def test_a_router_that_draws_is_compared_on_the_same_draws() -> None:
+    classifier = Classifier(preset_config("tiny", 20, num_layers=1, router="thor"), 2)
+    texts = Encoded((np.arange(20, dtype=np.uint8), np.arange(9, dtype=np.uint8)), np.array([0, 1]), 0)
+    change = change_from(classifier.backbone.state_dict(), classifier, texts)
+    assert [layer["sets"] for layer in change["layers"].values()] == [0.0]
 
 
 def test_from_scratch_starts_from_fresh_weights(run: Path, task: str, tmp_path: Path) -> None:

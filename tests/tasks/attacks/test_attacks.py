@@ -1,6 +1,7 @@
 """Text attacks: exact rates, deterministic, clean vocabulary; and their evaluation."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -137,10 +138,18 @@ def test_routing_moves_under_attack_and_not_without() -> None:
             parameter.mul_(10)
     for rate, moves in ((0.0, False), (0.5, True)):
         clean, attacked = attack_part(TOKENS, BYTES, protocol, Attack(rate))
-        change = change_under_attack(model, clean, attacked, top_k=2)
+        change = change_under_attack(model, clean, attacked)
         assert set(change["layers"]) == {"layers.0.moe", "layers.1.moe"}
         for layer in change["layers"].values():
             assert (layer["top1"] > 0) == moves
             kept = [source[:512][(source[:512] >= 0) & (source[:512] < 512)] for source in attacked.sources]
             assert layer["tokens"] == sum(map(len, kept))
-    assert change_under_attack(model_of("dense"), clean, attacked, top_k=2)["layers"] == {}
+    for router in ("dense", "thor"):  # no routing, or one that is drawn anew
+        assert change_under_attack(model_of(router), clean, attacked)["layers"] == {}
+
+
+def test_a_router_of_one_k_is_compared_at_that() -> None:
+    model = TransformerXL(replace(model_of().config, router="soft", allow_non_causal=True))
+    change = change_under_attack(model, *attack_part(TOKENS[:300], BYTES, EvalProtocol(4, 32, 32), Attack(0.5)))
+    assert change["top_k"] == 4
+    assert all(layer["sets"] == 0 for layer in change["layers"].values())

@@ -165,6 +165,13 @@ def test_shared_experts_are_a_mean_over_the_tokens_that_have_some(router: str, m
     assert found == pytest.approx(np.mean(wanted))
 
 
+def test_images_that_no_attack_changed_have_the_same_routing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pointsman_lab.tasks.images.attacks.attacked", lambda model, images, *_: images)
+    found = under_gradient_attack(model("thor"), part(), "fgsm", top_k=2, frame=FRAME)
+    assert found["attacked"] == found["clean"]
+    assert found["layers"]["layers.1.moe"]["iou"] == 1
+
+
 def test_fluctuation_is_between_the_clean_and_the_corrupted_image() -> None:
     net, clean = model(), part()
     same = under_corruptions(net, clean, lambda *_: clean, top_k=(1, 4), routing_k=2, frame=FRAME)

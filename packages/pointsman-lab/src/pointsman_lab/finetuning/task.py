@@ -179,11 +179,12 @@ def change_from(weights: Mapping[str, Tensor], model: Any, encoded: Encoded) -> 
     layers = {name: Fluctuation() for name, _ in named_routers(before)}
     (k,) = eval_top_k(before, (min(TOP_K, model.config.num_experts),))
     at = [set_top_k(one, k) if k else nullcontext() for one in (model, before)]
-    with evaluating(model, 0), evaluating(before, 0), at[0], at[1]:
+    with at[0], at[1]:
         for batch in eval_batches(part, 32, device):
             mask = batch.tokens >= 0
-            with record_routing(before) as one, record_routing(model.backbone) as two:
+            with evaluating(before, 0), record_routing(before) as one:
                 before.encode(batch.tokens.clamp_min(0), padding_mask=mask)
+            with evaluating(model, 0), record_routing(model.backbone) as two:
                 model.backbone.encode(batch.tokens.clamp_min(0), padding_mask=mask)
             for name, fluctuation in layers.items():
                 fluctuation.update(one[name], two[name], mask.reshape(-1))

@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from pointsman_lab.cli.progress import Display, stop_on_signals
 from pointsman_lab.data.catalog import Level
 from pointsman_lab.data.streams import EvalStream
 from pointsman_lab.data.vocabulary import IdArray, Vocabulary
-from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, map_routing
+from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, draws, eval_top_k, map_routing
 from pointsman_lab.finetuning.run import identity
 from pointsman_lab.models.transformer_xl import TransformerXL
 from pointsman_lab.progress import Progress, Quiet, Stop
@@ -201,21 +202,22 @@ def evaluate_attack(
 
 
 @torch.no_grad()
-def change_under_attack(
-    model: TransformerXL, clean: Sequence[IdArray], attacked: Attacked, *, top_k: int
-) -> dict[str, Any]:
+def change_under_attack(model: TransformerXL, clean: Sequence[IdArray], attacked: Attacked) -> dict[str, Any]:
     """Routing fluctuation between clean and attacked texts, over the tokens that the attack did not change.
 
-    Each text is read on its own, without memory: the first 64 texts, up to 512 tokens of each.
+    At k = 2, of a router with one k at that. Each text is read on its own, without memory: the first 64 texts, up to
+    512 tokens of each.
 
     Returns:
-        {"top_k", "texts", "layers": {layer: result of `Fluctuation`}}; no layers for a model without routers.
+        {"top_k", "texts", "layers": {layer: result of `Fluctuation`}}; no layers for a model without routers, or
+        whose routers draw.
     """
-    layers = {name: Fluctuation() for name, _ in named_routers(model)}
-    texts = min(ROUTING_TEXTS, len(clean))
+    layers = {} if draws(model) else {name: Fluctuation() for name, _ in named_routers(model)}
+    (k,) = eval_top_k(model, (min(ROUTING_TOP_K, model.config.num_experts),))
+    found = {"top_k": k or model.config.num_experts, "texts": (texts := min(ROUTING_TEXTS, len(clean)))}
     if not layers:
-        return {"top_k": top_k, "texts": texts, "layers": {}}
-    with evaluating(model, 0), set_top_k(model, top_k):
+        return {**found, "layers": {}}
+    with evaluating(model, 0), set_top_k(model, k) if k else nullcontext():
         for index in range(texts):
             before, after = (row[:ROUTING_TOKENS] for row in (clean[index], attacked.rows[index]))
             sources = attacked.sources[index][: len(after)]
@@ -225,8 +227,7 @@ def change_under_attack(
             one, two = _routings(model, before), _routings(model, after)
             for name, fluctuation in layers.items():
                 fluctuation.update(_rows(one[name], sources[places]), _rows(two[name], places))
-    results = {name: fluctuation.result() for name, fluctuation in layers.items()}
-    return {"top_k": top_k, "texts": texts, "layers": results}
+    return {**found, "layers": {name: fluctuation.result() for name, fluctuation in layers.items()}}
 
 
 def _routings(model: TransformerXL, row: IdArray) -> dict[str, Routing]:
@@ -237,8 +238,7 @@ def _routings(model: TransformerXL, row: IdArray) -> dict[str, Routing]:
 
 
 def _rows(routing: Routing, places: Any) -> Routing:
-    index = torch.as_tensor(places, device=routing.experts.device)
-    return map_routing(routing, lambda tensor: tensor[index])
+    return map_routing(routing, lambda tensor: tensor[torch.as_tensor(places, device=tensor.device)])
 
 
 def run_under_attack(
@@ -257,12 +257,11 @@ def run_under_attack(
 
     Returns:
         {"format", "name", "checkpoint", "protocol", "results", "routing"}: `results` are those of `evaluate`, then
-        for each attack those of `evaluate_attack`; `routing` is `change_under_attack` at k = 2 for each attack.
+        for each attack those of `evaluate_attack`; `routing` is `change_under_attack` for each attack.
     """
     corpus = corpus_of(run, data, data_progress)
     text, protocol = corpus.split(split), eval_protocol(run.config, tokens)
-    values = run.config.eval_top_k if top_k is None else tuple(top_k)
-    asked: dict[str, Any] = {"split": split, "top_k": values, "protocol": protocol}
+    asked: dict[str, Any] = {"split": split, "top_k": top_k or run.config.eval_top_k, "protocol": protocol}
     asked["how"] = EvaluationContext(run.autocast(), watch or Quiet(), stop)
     level, routing = run.vocabulary.level, []
     with using(run.config.kernels):
@@ -271,9 +270,8 @@ def run_under_attack(
             clean, attacked = attack_part(text, run.vocabulary, protocol, attack)
             results += evaluate_attack(run.model, attacked, level, attack, **asked)
             if run.sparse:
-                k = min(ROUTING_TOP_K, run.config.model.num_experts)
                 with run.autocast():
-                    change = change_under_attack(run.model, clean, attacked, top_k=k)
+                    change = change_under_attack(run.model, clean, attacked)
                 routing.append({"attack": attack.to_dict(), **change})
     about = {**protocol.to_dict(), "data": corpus.description, "fingerprint": corpus.fingerprint}
     about["attacked_targets"] = "count"

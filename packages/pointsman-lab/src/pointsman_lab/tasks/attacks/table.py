@@ -24,8 +24,8 @@ Row = Mapping[str, Any]
 Pick = Callable[[Row], Row | None]
 
 ROUTING = (
-    "Routing under attack: share of the tokens outside the attack whose first expert changed, at k = 2, mean over "
-    "layers and seeds."
+    "Routing under attack: share of the tokens outside the attack whose first expert changed, at k = 2 (of a router "
+    "with one k: at that), mean over layers and seeds."
 )
 
 
