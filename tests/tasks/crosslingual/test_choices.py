@@ -26,8 +26,10 @@ from pointsman_lab.diagnosis import Settings, diagnose_path
 from pointsman_lab.finetuning import Finetuning, finetune
 from pointsman_lab.finetuning.run import open_run
 from pointsman_lab.progress import Quiet
+from pointsman_lab.report.commands import _finetune_command
 from pointsman_lab.report.summary import summary
-from pointsman_lab.runs.record import read_metrics
+from pointsman_lab.runs.paths import finetuned_path
+from pointsman_lab.runs.record import read_metrics, read_run
 from pointsman_lab.tasks.crosslingual.data import load_xtreme
 from pointsman_lab.tasks.crosslingual.evaluation import answer, features
 from pointsman_lab.tasks.crosslingual.formats import Question
@@ -99,6 +101,16 @@ def test_the_best_english_validation_chooses_and_a_stopped_run_chooses_the_same(
     same = load_file(tmp_path / "last/checkpoints/step-10/model.safetensors")
     trained = load_file(tmp_path / "whole/checkpoints/step-10/model.safetensors")
     assert all(torch.equal(same[name], tensor) for name, tensor in trained.items())  # choosing changes no step
+
+
+def test_the_command_of_a_fine_tuning_names_what_a_preset_freezes_no_more(run: Path) -> None:
+    task = "panx:languages=en"
+    settings = Finetuning(task, steps=1, length=32, preset="finetune-xmoe", freeze=("none",))
+    out = finetune(run, settings, out=finetuned_path(run, settings.variant, 0)).out
+    assert _finetune_command(read_run(out)) == (
+        f"pointsman finetune {run.name} --task {task} --steps 1 --seeds 1 --task-preset finetune-xmoe --freeze none "
+        "--length 32"
+    )
 
 
 def test_a_run_whose_chosen_weights_are_lost_trains_them_again(run: Path, tmp_path: Path) -> None:

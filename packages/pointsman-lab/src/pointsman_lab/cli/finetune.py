@@ -50,7 +50,7 @@ def add_task_settings(flags: Parser) -> None:
     """Flags of both `finetune` and `compare --task`."""
     flags.add("--task-top-k K", "k while fine-tuning (default: the task's)")
     flags.add("--task-preset NAME", "published settings of the task", default="")
-    flags.add("--freeze ROLES", "parts that do not train: router,experts", type=words)
+    flags.add("--freeze ROLES", "parts that do not train: router,experts, or none", type=words)
     flags.add("--balance A,A", "weight of the balance loss; several: one run each", type=numbers())
     flags.add("--pooling HOW", "last, first or mean hidden state (default: the task's)")
     flags.add("--length N", "tokens of a text (default: the task's)", type=whole(2, "length"))

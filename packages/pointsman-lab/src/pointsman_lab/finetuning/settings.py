@@ -55,7 +55,7 @@ class Finetuning:
         steps: optimizer steps; None = `epochs`.
         epochs: passes over the training split, if `steps` is None; None = the task's.
         train_top_k: k while fine-tuning; "N" = dense. None: the task's.
-        freeze: roles that do not train: "router", "experts", … (X-MoE freezes both).
+        freeze: roles that do not train: "router", "experts", … (X-MoE freezes both); "none" alone: also of a preset.
         balance: weight of the routers' balance losses; None = as in pre-training.
         pooling: "last", the hidden state of the last token, "first", or "mean". None: the task's.
         length: tokens of a text; longer ones are cut. None: the task's.
@@ -87,6 +87,8 @@ class Finetuning:
             frozen, balance = presets[self.preset]
             object.__setattr__(self, "freeze", self.freeze or frozen)
             object.__setattr__(self, "balance", balance if self.balance is None else self.balance)
+        if self.freeze == ("none",):
+            object.__setattr__(self, "freeze", ())
         if self.pooling is not None and self.pooling not in get_args(Pooling):
             raise RunError(f"pooling={self.pooling!r}: {did_you_mean(self.pooling, get_args(Pooling))}")
         if self.balance is not None and not (self.balance >= 0 and math.isfinite(self.balance)):
@@ -193,14 +195,12 @@ class Finetuning:
 
     def for_router(self, router: str) -> Finetuning:
         """The same for a row of a comparison: without what a dense baseline does not have."""
-        if any(spec in BASELINES for spec in split_specs(router)):
-            kept = tuple(role for role in self.freeze if role not in ("router", "experts", "moe"))
-            bare = replace(self, freeze=kept, balance=None)
-            if self.preset:  # which sets both
-                object.__setattr__(bare, "freeze", kept)
-                object.__setattr__(bare, "balance", None)
-            return bare
-        return self
+        if not any(spec in BASELINES for spec in split_specs(router)):
+            return self
+        kept = tuple(role for role in self.freeze if role not in ("router", "experts", "moe"))
+        bare = replace(self, freeze=kept or ("none",))
+        object.__setattr__(bare, "balance", None)  # also that of a preset
+        return bare
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it; steps, k and the like are in the run's config.json."""

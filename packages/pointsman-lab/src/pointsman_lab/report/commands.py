@@ -45,18 +45,20 @@ def _of_finetuning(run: RunRecord, about: Mapping[str, Any]) -> str:
     before, k, length = pretrained_of(run.path), run.config.get("train_top_k"), run.config.get("segment_length")
     preset = "" if run.config.get("preset") == "finetune" else str(run.config.get("preset", ""))
     usual = Finetuning(about["task"], steps=run.steps, train_top_k=k, length=length, preset=preset)
+    known = read_object(before / CONFIG)
     differing = [
-        ("task-preset", preset, ""), ("task-top-k", k, usual.defaults.train_top_k),
-        ("freeze", ",".join(about["freeze"]), ",".join(usual.freeze)), ("balance", about["balance"], usual.balance),
-        ("pooling", about["pooling"], usual.pooled), ("length", length, usual.defaults.length),
+        ("task-preset", preset, ""), ("balance", about["balance"], usual.balance),
+        ("freeze", ",".join(about["freeze"]) or "none", ",".join(usual.freeze) or "none"),
+        ("task-top-k", k, usual.defaults.train_top_k or known.get("train_top_k")),
+        ("length", length, usual.defaults.length), ("pooling", about["pooling"], usual.pooled),
     ]  # fmt: skip
     told = {"task": about["task"], "steps": run.steps, "seeds": run.seed + 1}
     told |= {name: value for name, value, default in differing if value not in (default, "", None)}
     words = [word for name, value in told.items() for word in (f"--{name}", str(value))]
     words += ["--from-scratch"] if about["from_scratch"] else []
-    if known := read_object(before / CONFIG):
-        task = SimpleNamespace(name=os.path.basename(os.path.abspath(usual.kind.path(usual.task))))
-        expected = usual.config(RunConfig.from_dict(known), task, run.seed)
+    if known:
+        name = os.path.basename(os.path.abspath(usual.kind.path(usual.task))).partition(":")[0]
+        expected = usual.config(RunConfig.from_dict(known), SimpleNamespace(name=name), run.seed)
         changed = deviations(run.config, flat(expected.to_dict()))
         words += [word for key, value in changed.items() for word in ("--set", f"{key}={written(value)}")]
     return shlex.join(["pointsman", "finetune", before.name if known else "RUN", *words])
