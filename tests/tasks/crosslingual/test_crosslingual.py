@@ -308,6 +308,17 @@ def test_the_papers_preset_freezes_and_has_the_scripts_rates(run: Path, data: Pa
     assert made.train_top_k == "1"
     assert made.steps == 10 * -(-len(found.splits["train"]) // 32)
     assert paper.for_router("plain").freeze == ()
+    free = Finetuning("panx", preset="finetune-xmoe", freeze=("none",))
+    assert (free.freeze, free.variant) == ((), "panx,balance=0.01,finetune-xmoe")
+    assert free.config(config, found, 0) == made
+    assert Finetuning("panx", freeze=("none",)).variant == "panx"
+
+
+def test_label_smoothing_over_places_is_refused(run: Path, data: Path, tmp_path: Path) -> None:
+    settings = Finetuning("tydiqa", steps=1, length=48, settings={"label_smoothing": 0.1})
+    with pytest.raises(RunError, match=r"label_smoothing=0.1: padding would count on questions; set 0"):
+        finetune(run, settings, out=tmp_path / "out", data=load_xtreme("tydiqa", data))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

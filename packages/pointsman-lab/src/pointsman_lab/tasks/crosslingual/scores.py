@@ -41,7 +41,6 @@ _AT_MOST = np.cumsum([math.exp(-1) / math.factorial(times) for times in range(8)
 Counts = NDArray[np.float64]
 Prediction = str | Sequence[str]
 
-
 _ARTICLES = {
     "en": r"\b(a|an|the)\b",
     "es": r"\b(un|una|unos|unas|el|la|los|las)\b",

@@ -162,6 +162,8 @@ class CrossLingual(FineTuning):
         return kind(self.trained(config.segment_length), config.batch_size, config.seed, device)
 
     def objective(self, model: Any, config: RunConfig) -> Objective:
+        if self.data.kind == "questions" and config.label_smoothing:
+            raise RunError(f"label_smoothing={config.label_smoothing}: padding would count on questions; set 0")
         return objective_of(
             model, class_loss, logits_alone, label_smoothing=config.label_smoothing,
             weighted_by_targets=self.data.kind == "tags",
@@ -212,11 +214,10 @@ class CrossLingual(FineTuning):
         """Predictions at the k of training, else the largest, in the form that XTREME's scorer reads."""
         if not self._kept:
             return {}
-        own = shown_k(config, self._kept)
         (split, parts), ending = self._scored, "json" if self.data.kind == "questions" else "tsv"
         return {
             f"predictions/{self.name}/{split}-{language}.{ending}": submission(parts[language].items, given)
-            for language, given in self._kept[own].items()
+            for language, given in self._kept[shown_k(config, self._kept)].items()
         }
 
     def truncated(self, config: RunConfig) -> dict[str, int]:

@@ -182,10 +182,9 @@ class Translation(Task):
         them."""
         if not self._kept:
             return {}
-        own = shown_k(config, self._kept)
         target = self.text.target
         files = {}
-        for language, found in self._kept[own].items():
+        for language, found in self._kept[shown_k(config, self._kept)].items():
             references = [other for _, other in self._scored[language]]
             for kind, lines in (("translations", found), ("references", references)):
                 name = f"predictions/{slug(self.name)}/{self._split}-{kind}.{language}-{target}.txt"
