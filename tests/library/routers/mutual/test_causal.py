@@ -205,6 +205,21 @@ def test_attention_that_overflowed_in_a_skipped_step_chooses_no_head(first: bool
     assert layer.router.mix.head_entropy.any()
 
 
+@pytest.mark.parametrize("mixer", [*MIXERS, "similarity:strength=0:learned=true"])
+def test_a_rank_without_sequences_has_gradients_and_statistics_as_the_others(mixer: str) -> None:
+    """Ranks add them up, so they need one shape on all. A step of no token, or of padding alone, moves no state."""
+    found, layer = [], MoE(DIM, 4, EXPERTS, router=f"smoe+{mixer}").double()
+    for count, real in ((B, True), (B, False), (0, True)):
+        one, hidden = copy.deepcopy(layer), draw(B, T, DIM)[:count]
+        mask = torch.full((count, T), real)
+        one(hidden, RoutingContext(attention=trace(hidden), padding_mask=mask)).sum().backward()
+        names = [name for name, parameter in one.named_parameters() if parameter.grad is not None]
+        found.append((names, [value.shape for value in one.router.gathered()]))
+        pointsman.step_end(one)
+        assert (real and count) or not getattr(one.router.mix, "head_steps", None)
+    assert found[0] == found[1] == found[2]
+
+
 def test_the_state_travels_with_the_checkpoint() -> None:
     one, two = (build_router("attention", dim=DIM, num_experts=EXPERTS) for _ in range(2))
     one.mix.head_entropy = torch.tensor([2.0, 1.0, 3.0])

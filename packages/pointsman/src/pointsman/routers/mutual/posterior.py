@@ -266,7 +266,7 @@ def head_entropies(
         ends = [length * (block + 1) // SAMPLED_BLOCKS for block in range(SAMPLED_BLOCKS)]
         blocks = [(end - SAMPLED_ROWS, end) for end in ends]
     else:
-        rows = max(1, min(length, CELLS // (batch * heads * visible.keys)))
+        rows = max(1, min(length, CELLS // max(1, batch * heads * visible.keys)))
         blocks = [(start, min(start + rows, length)) for start in range(0, length, rows)]
     sums = torch.zeros(batch, heads, dtype=exact, device=trace.query.device)
     counts = torch.zeros(batch, dtype=exact, device=trace.query.device)

@@ -55,10 +55,9 @@ class TokenMixer(Mixer):
     def forward(
         self, probs: Tensor, hidden: Tensor, context: RoutingContext
     ) -> tuple[Tensor, RouterState | None, Mapping[str, Tensor]]:
-        if not probs.numel():
-            return probs, self._carry(probs, hidden, context), {}
-        given = self._given(probs, hidden, context)
-        mixed = self.mix(given) if self.strength else probs
+        given, mixed = self._given(probs, hidden, context), probs
+        if self.strength:  # a rank without tokens has gradients and statistics, too: the ranks' are added up
+            mixed = self.mix(given) if probs.numel() else sum((one.sum() for one in self.parameters()), probs)
         if 0 < self.strength < 1:
             mixed = torch.lerp(probs, mixed, self.strength)
         return mixed, self._carry(probs, hidden, context), self.statistics(context, given.visible)
