@@ -429,6 +429,24 @@ def test_the_bias_of_a_copy_moves(kind: str, copied: str, tmp_path: Path) -> Non
     assert moved == [False] * (len(moved) // 2) + [True] * (len(moved) // 2)
 
 
+def test_a_bias_that_no_optimizer_of_torch_moves_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys.modules["pointsman.hf.balance"], "PATIENCE", 3)
+    caplog.set_level(logging.WARNING, "pointsman.hf")
+    model = hf.balance(zoo.tiny_model("deepseek_v3").train(), 0.25, how="bias")
+    biases = [bias for one in model.pointsman_balancing.biases for bias in one.tensors(model)]
+    for steps in (True, False):
+        caplog.clear()
+        for _ in range(7):
+            model(IDS, labels=IDS).loss.backward()
+            if steps:
+                hf.StepEnd().on_step_end(None, None, None, model)
+        assert all(bias.any() for bias in biases)
+        told = [one for one in caplog.messages if "no optimizer of torch stepped its parameters" in one]
+        assert len(told) == (not steps)
+
+
 def test_the_bias_moves_after_a_backward_in_which_optimizers_step() -> None:
     """Optimizers of single parameters step in the backward; checkpointing has yet to choose experts as before."""
     found = []

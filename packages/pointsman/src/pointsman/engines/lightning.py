@@ -59,9 +59,8 @@ class RoutingLog(Callback):
         if values := scalars(self.monitor.rows()):
             module.log_dict(values)
 
-    def on_train_end(self, trainer: Any, module: Any) -> None:
+    def on_train_end(self, trainer: Any, module: Any, *exception: BaseException) -> None:
         self.observing.close()
         self.monitor = None
 
-    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        self.on_train_end(trainer, module)
+    on_exception = on_train_end  # type: ignore[assignment]

@@ -32,6 +32,9 @@ OWN = ("router_aux_loss_coef", "aux_loss_coef")
 """What the classes call the coefficient of their own loss."""
 ASKED = "output_router_logits"
 IGNORED = -100
+PATIENCE = 256  # training forwards: more than most accumulate in a step
+UNMOVED = (f"its bias has not moved: no optimizer of torch stepped its parameters in {PATIENCE} training forwards; "
+           "after each step call hf.StepEnd().on_step_end(None, None, None, model), a callback of Trainer")  # fmt: skip
 _balanced: Alive[nn.Module] = Alive()
 _watching: list[Any] = []
 
@@ -80,6 +83,9 @@ def _close(home: Any, args: Any, kwargs: Any, output: Any) -> Any:
         raise ValueError(f"hf.balance: no gate of {type(home).__name__} ran in its forward")
     if settings.how == "bias":
         if training:
+            watched.waited += not torch.compiler.is_compiling()
+            if watched.waited == PATIENCE:
+                logger.warning("balance: %s: %s", type(home).__name__, UNMOVED)
             count(watched.counts, settings.biases, [(place.path, experts) for place, _, _, experts, _ in found])
         return None
     value = settings.loss(found)
@@ -178,7 +184,7 @@ class _Watched:
     """Has a model moved after its optimizer's steps, and each copy of it that deepcopy or pickle makes.
 
     It has what waits for the next step, which is no copy's: losses that nobody has added, whether backward came to one
-    (None: there was none), and the assignments [E] by gate.
+    (None: there was none), the assignments [E] by gate, and the number of training forwards where a bias moves.
     """
 
     def __init__(self, home: nn.Module) -> None:
@@ -192,6 +198,7 @@ class _Watched:
         self.pending: list[Tensor] = []
         self.reached: bool | None = None
         self.counts: dict[str, Tensor] = {}
+        self.waited = 0
         _balanced.add(home)
         if not _watching:
             _watching.append(register_optimizer_step_post_hook(_after_step))
@@ -241,8 +248,7 @@ def _prepare(home: Any, coefficient: float, how: Any, like: Any) -> str:
     home.pointsman_balancing = Balancing(coefficient, how, like, places, names_of(home), shifts, biases)
     what = f"{len(places)} gate" + "s" * (len(places) > 1)
     if how == "bias":
-        added = any(one.added for one in biases)
-        moved = "the bias of loss-free routers" if added else "the class's correction bias"
+        moved = "the bias of loss-free routers" if any(one.added for one in biases) else "the class's correction bias"
         return f"{what}, {moved} moves by {coefficient:g} after each optimizer step; {off}"
     meant = "as transformers does, over all layers at once" if like else "per layer"
     return f"{what}, the balance loss {meant}, times {coefficient:g}, is added to its loss; {off}"
@@ -279,8 +285,8 @@ def moved(model: nn.Module) -> None:
     for home in [one for one in model.modules() if "pointsman_balancing" in one.__dict__]:
         settings: Balancing = home.__dict__["pointsman_balancing"]
         watched: _Watched = home.__dict__["pointsman_watched"]
-        reached, watched.reached = watched.reached, None
-        counts, watched.counts = watched.counts, {}
+        reached, counts = watched.reached, watched.counts
+        watched.reached, watched.counts, watched.waited = None, {}, 0
         watched.pending = []  # where a loop adds `aux_loss`, nobody takes them
         outside = [seat for place in settings.places for _, seat in place.seats(home) if seat.outside]
         for seat in outside:
