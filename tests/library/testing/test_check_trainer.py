@@ -64,10 +64,25 @@ def two_optimizers(model: Any, batches: Sequence[Batch], max_norm: float | None 
     model.zero_grad()
 
 
-def test_gradients_of_several_optimizers_are_read() -> None:
+def several_evaluations(model: Any, batches: Sequence[Batch], max_norm: float | None = None) -> None:
+    optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        losses = [model(**batch).loss / len(batches) for batch in batches]
+        sum(losses).backward()  # type: ignore[union-attr]
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        return sum(losses)
+
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize("own", [two_optimizers, several_evaluations])
+def test_gradients_of_several_optimizers_and_of_the_first_evaluation_are_read(own: Any) -> None:
     pytest.importorskip("transformers")
     asked = ["accumulation", "clip norm"]
-    assert [one.holds for one in check_trainer(two_optimizers, "pointsman", asked)] == [True] * 2
+    assert [one.holds for one in check_trainer(own, "pointsman", asked)] == [True] * 2
 
 
 def test_what_is_unknown_is_refused() -> None:

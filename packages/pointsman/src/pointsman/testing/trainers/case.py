@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 VOCABULARY, DIM, LENGTH = 64, 32, 12
 RATE = 0.1
@@ -158,18 +158,23 @@ def gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, Tensor] = {}
 
-    def keep(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def keep(optimizer: torch.optim.Optimizer, loss: Any = None) -> Any:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 name = names.get(id(parameter))
                 if name is not None and name not in found and parameter.grad is not None:
                     found[name] = parameter.grad.detach().double().clone()
+        return loss
 
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not any(callable(one) for one in (*args[1:], *kwargs.values())):  # a closure makes the gradients in the step
-            keep(optimizer, args, kwargs)
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        def kept(one: Any) -> Any:  # a closure makes the gradients in the step; LBFGS calls it at other weights again
+            return (lambda: keep(optimizer, one())) if callable(one) else one
 
-    with register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(keep):
+        if not any(map(callable, (*args[1:], *kwargs.values()))):
+            keep(optimizer)
+        return (*args[:1], *map(kept, args[1:])), {name: kept(one) for name, one in kwargs.items()}
+
+    with register_optimizer_step_pre_hook(before):
         yield found
 
 
