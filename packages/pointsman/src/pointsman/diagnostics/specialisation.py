@@ -131,7 +131,9 @@ class OutputSimilarity(RoutingDiagnostic):
     def result(self) -> dict[str, Any]:
         if self.tokens is None or self.cosine is None or self.hsic is None:
             return {"tokens": 0, "cosine": [], "cosine_mean": None, "cka": [], "cka_mean": None}
-        cosine, cka = (self.cosine / self.tokens).cpu(), _unit(self.hsic.cpu())
+        cosine, gram = (self.cosine / self.tokens).cpu(), self.hsic.cpu()
+        size = torch.where(gram.diagonal() > 0, gram.diagonal(), torch.nan).sqrt()
+        cka = gram / torch.outer(size, size)  # nan if a diagonal entry is not above 0
         return {
             "tokens": int(self.tokens),
             "cosine": table(cosine),
@@ -162,12 +164,6 @@ def _unbiased_hsic(outputs: Tensor) -> Tensor:
     flat, rows, total = kernel.flatten(1), kernel.sum(-1), kernel.sum((1, 2))
     trace = flat @ flat.T
     return (trace + torch.outer(total, total) / ((n - 1) * (n - 2)) - (rows @ rows.T) * 2 / (n - 2)) / (n * (n - 3))
-
-
-def _unit(gram: Tensor) -> Tensor:
-    """G_ij / sqrt(G_ii G_jj); nan if a diagonal entry is not above 0."""
-    size = torch.where(gram.diagonal() > 0, gram.diagonal(), torch.nan).sqrt()
-    return gram / torch.outer(size, size)
 
 
 def _mean_over_pairs(values: Tensor) -> float | None:

@@ -123,10 +123,6 @@ class Entry:
         """Its own options by name, of both halves."""
         return {**self.of_scores, **self.of_choice}
 
-    def common_default(self, name: str) -> Any:
-        """The default of an option of every router under this choice."""
-        return self.balance if name == "balance" else COMMON.options[name].default
-
     @cached_property
     def allowed(self) -> dict[str, Allowed]:
         """The range of each option that has one."""

@@ -145,10 +145,11 @@ def halves(parsed: ParsedSpec, spec: str) -> tuple[dict[str, Any], dict[str, Any
                 if name not in mine and name in theirs:
                     raise ValueError(f"router spec {spec!r}: {name!r} is an option of the {half}: write it {place} '@'")
         own, both = converted(given, scores.of_scores, scores, spec), converted(chosen, after, choice, spec)
+    own_default = {"balance": choice.balance}
     return (
         {name: own.get(name, one.default) for name, one in scores.of_scores.items()},
         {name: both.get(name, one.default) for name, one in choice.of_choice.items()},
-        {name: both.get(name, choice.common_default(name)) for name in COMMON.options},
+        {name: both.get(name, own_default.get(name, one.default)) for name, one in COMMON.options.items()},
     )
 
 
