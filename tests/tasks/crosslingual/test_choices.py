@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import string
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,19 @@ def test_the_command_of_a_fine_tuning_names_what_a_preset_freezes_no_more(run: P
         f"pointsman finetune {run.name} --task {task} --steps 1 --seeds 1 --task-preset finetune-xmoe --freeze none "
         "--length 32"
     )
+
+
+def test_a_dense_run_has_nothing_that_a_preset_freezes(data: Path, tmp_path: Path) -> None:
+    dense = pretrained(data, tmp_path / "mlm", "plain")
+    settings = Finetuning("panx:languages=en", steps=1, length=32, preset="finetune-xmoe")
+    out = finetune(dense, settings, out=finetuned_path(dense, settings.variant, 0)).out
+    assert read_run(out).evaluation["protocol"]["frozen"] == []
+    command = (
+        "pointsman finetune mlm --task panx:languages=en --steps 1 --seeds 1 --task-preset finetune-xmoe --length 32"
+    )
+    assert _finetune_command(read_run(out)) == command
+    with pytest.raises(RunError, match=r"freeze: no part .* 'experts'"):
+        finetune(dense, replace(settings, freeze=("experts",)), out=tmp_path / "asked")
 
 
 def test_a_run_whose_chosen_weights_are_lost_trains_them_again(run: Path, tmp_path: Path) -> None:

@@ -67,13 +67,15 @@ def finetune(
     pretrained = load_run(run, note=progress.note)
     if pretrained.step < pretrained.config.steps:
         progress.note(f"{run} has trained for {pretrained.step} of {pretrained.config.steps} steps: these are used")
+    directory = RunDirectory(out or finetuned_path(run, settings.variant, seed))
+    if settings.preset and settings.freeze == settings.defaults.presets[settings.preset][0]:
+        settings = settings.for_router(pretrained.config.model.router)  # a dense model lacks what a preset freezes
     data = data or open_task(settings.task)
     config = settings.config(pretrained.config, data, seed)
     weights = None if settings.from_scratch else pretrained.model.state_dict()
     task = settings.kind(data, settings, pretrained.vocabulary, weights)
     for note in task.remarks(config):
         progress.note(note)
-    directory = RunDirectory(out or finetuned_path(run, settings.variant, seed))
     about = {
         "format": FORMAT,
         **settings.to_dict(),

@@ -45,6 +45,7 @@ def _of_finetuning(run: RunRecord, about: Mapping[str, Any]) -> str:
     before, k, length = pretrained_of(run.path), run.config.get("train_top_k"), run.config.get("segment_length")
     preset = "" if run.config.get("preset") == "finetune" else str(run.config.get("preset", ""))
     usual = Finetuning(about["task"], steps=run.steps, train_top_k=k, length=length, preset=preset)
+    usual = usual.for_router(run.router)
     known = read_object(before / CONFIG)
     differing = [
         ("task-preset", preset, ""), ("balance", about["balance"], usual.balance),
