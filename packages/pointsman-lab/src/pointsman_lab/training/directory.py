@@ -76,8 +76,9 @@ class RunDirectory:
 
     def check_kept(self) -> None:
         """RunError where the claimed directory is not there any more: what is written now could not be resumed."""
-        told = "another process works there" if is_taken(self.path) else f"it has no {CONFIG}"
-        if is_taken(self.path) or not self.exists:
+        taken = is_taken(self.path)
+        told = "another process works there" if taken else f"it has no {CONFIG}"
+        if taken or not self.exists:
             raise RunError(f"{self.path} was removed or renamed while the run trained: {told}; nothing more is saved")
 
     def foreign(self, config: RunConfig, checkpoint: Checkpoint) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -86,11 +86,14 @@ def context_for(router: Router, hidden: Tensor, **fields: object) -> RoutingCont
     needs = router.needs
     ids = (torch.arange(hidden.shape[1]) % VOCABULARY).expand(hidden.shape[:2])
     scales = torch.arange(1.0, router.num_experts + 1)[:, None].to(hidden.dtype)
-    every = torch.tanh(scales * hidden.flatten(0, 1)[:, None])  # responses of fixed experts: E_e(h) = tanh((e + 1) h)
+
+    def fixed(reduce: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        return reduce(torch.tanh(scales * hidden.flatten(0, 1)[:, None]))  # experts E_e(h) = tanh((e + 1) h)
+
     context = RoutingContext(
         attention=attention_trace(hidden) if "attention" in needs else None,
         token_ids=ids if "token_ids" in needs else None,
-        responses=(lambda reduce: reduce(every)) if router.score.needs_responses else None,
+        responses=fixed if router.score.needs_responses else None,
         below={
             name: torch.linspace(-1, 1, width).to(hidden.dtype).expand(*hidden.shape[:2], width)
             for name, width in router.score.below.items()

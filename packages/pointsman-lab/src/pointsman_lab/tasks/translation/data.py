@@ -83,7 +83,7 @@ def open_parallel(spec: str) -> ParallelText:
         )
     usual = {"from": "de+fr+cs" if name == "multi30k" else "", "to": "en"}
     chosen = usual | parse_options(f"data {spec!r}", options, dict.fromkeys(usual, ()))
-    sources = list(parse_languages(f"data {spec!r}", chosen["from"]))
+    sources = [language for language in parse_languages(f"data {spec!r}", chosen["from"]) if language]
     if not root.is_dir():
         raise RunError(f"there is no folder {root}")
     if name == "wmt":

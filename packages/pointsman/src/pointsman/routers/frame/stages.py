@@ -208,7 +208,7 @@ class Mixer(Stage):
     @staticmethod
     def checked(found: Any, probs: Tensor, spec: str) -> tuple[Tensor, RouterState | None, Tensors]:
         """What a mixer made of `probs`; ValueError where it is something else."""
-        try:  # each call of Python would cost at every step
+        try:  # attributes are asked for: isinstance of a Mapping is a call of Python, in every forward
             mixed, carry, statistics = found
             shape, *_ = mixed.shape, carry is None or carry.items, statistics.items
         except (AttributeError, TypeError, ValueError):

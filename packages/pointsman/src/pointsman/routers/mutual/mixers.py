@@ -192,10 +192,10 @@ class AttentionInform(TokenMixer):
         if not self.sums:
             return
         sums, tokens = self.sums["head_entropy"], self.sums["head_tokens"]
-        mean = (sums / tokens).to(self.sigma.dtype)  # no number of a step of padding alone
+        mean = (sums / tokens).to(self.sigma.dtype)
         if len(self.head_entropy) != len(mean):
             self.head_entropy = torch.zeros_like(mean)
-        known = mean.isfinite().all()  # nor of one that overflowed, which a loss scaler skipped
+        known = mean.isfinite().all()  # not in a step of padding alone, nor in one that overflowed
         self.head_steps += known
         share = (1 / self.head_steps.clamp_min(1)).clamp_min(RUNNING_SHARE).to(mean.dtype)
         self.head_entropy.lerp_(torch.where(known, mean, self.head_entropy), share)
