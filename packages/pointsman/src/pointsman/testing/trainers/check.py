@@ -5,6 +5,7 @@ python -m pointsman.testing.trainers.check TRAINER BALANCE OUT       # one of tw
 
 from __future__ import annotations
 
+import gc
 import importlib
 import inspect
 import os
@@ -177,6 +178,7 @@ def main(name: str, balance: str, out: str) -> None:
     if os.environ["RANK"] == "0":
         Path(out).write_text(told if holds else "nan")
     if dist.is_initialized():
+        gc.collect()  # a DDP module that outlives its group can wait for ever
         dist.destroy_process_group()
 
 
