@@ -50,7 +50,7 @@ test-slow: $(DEV)
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m slow
 
 test-weekly: $(DEV)
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal --all-specs tests/library/contract tests/library/kernels tests/lab/parallel/test_invariant.py
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal --override-ini faulthandler_timeout=4000 --all-specs tests/library/contract tests/library/kernels tests/lab/parallel/test_invariant.py
 
 test-scorers: $(DEV)
 	POINTSMAN_ORIGINALS=$${POINTSMAN_ORIGINALS:-github} $(BIN)/python -m pytest tests/tasks/test_official.py
