@@ -16,7 +16,7 @@ help:
 	@echo "make test-slow    run the slow ones"
 	@echo "make test-weekly  the contract for every router with every mixer compiled, all layouts, all kernels"
 	@echo "make test-scorers the official scorers, fetched from their repositories, on our prediction files"
-	@echo "make campaign     random programs against the promises of docs/reliability.md (four minutes)"
+	@echo "make campaign     random programs against the promises of docs/reliability.md (two minutes on two idle cores)"
 	@echo "make check        format, lint and type-check"
 	@echo "make bench        measure the MoE layer against its limit and its peers"
 	@echo "make results      make the pages of docs/results from records/"
