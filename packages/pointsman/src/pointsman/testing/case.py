@@ -37,12 +37,12 @@ class Case:
 
     def router(self, *, seed: int = 1, **options: object) -> Router:
         """A router of this spec, with the same weights at every call with the same seed."""
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return build_router(self.spec, dim=self.dim, num_experts=self.num_experts, vocab_size=VOCABULARY, **options)  # type: ignore[arg-type]
 
     def layer(self, **options: object) -> MoE:
         """A layer with this router, with the same weights at every call."""
-        torch.manual_seed(1)
+        torch.default_generator.manual_seed(1)
         return MoE(self.dim, 16, self.num_experts, router=self.spec, vocab_size=VOCABULARY, **options)  # type: ignore[arg-type]
 
     def hidden(self) -> Tensor:
@@ -106,7 +106,7 @@ def context_for(router: Router, hidden: Tensor, **fields: object) -> RoutingCont
 def route(router: Router, hidden: Tensor, seed: int = 3, **fields: object) -> Routing:
     """Routes `hidden` with a seeded generator; `fields` replace those of the context."""
     before = hidden.detach().clone()
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     routing: Routing = router(hidden, context_for(router, hidden, **fields))
     expect_equal(hidden, before, "the router changes the hidden states in place; the layer's experts read them, too")
     return routing

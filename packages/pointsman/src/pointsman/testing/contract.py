@@ -83,7 +83,7 @@ def hold(case: Case, checks: Sequence[Check]) -> None:
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         case.router()
         for check in checks:
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             try:
                 check(case)
             except Exception as error:

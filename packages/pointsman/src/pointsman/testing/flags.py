@@ -20,7 +20,7 @@ def modes_of_weights(case: Case) -> Iterator[tuple[str, list[Router]]]:
     Initial weights that are zero or even can hide what a flag speaks of.
     """
     for (mode, router), (_, other) in zip(case.modes(), case.modes(), strict=True):
-        torch.manual_seed(11)
+        torch.default_generator.manual_seed(11)
         for parameter in other.score.parameters():
             if parameter.dim() > 1:
                 parameter.add_(torch.randn_like(parameter))
@@ -42,7 +42,7 @@ def causal_flag(case: Case) -> None:
         changed = False
         for router in routers:
             before = route(router, case.hidden())
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             for t in range(1, case.length):
                 other = case.hidden()
                 other[:, t:] = 3 * torch.randn(case.batch, case.length - t, case.dim)
@@ -135,7 +135,8 @@ def stochastic_flag(case: Case) -> None:
             left, right = (route(router, hidden, seed=seed) for seed in (3, 4))
             for name in ("experts", "weights", "probs"):
                 same &= torch.equal(*(getattr(one, name).nan_to_num() for one in (left, right)))  # some overflow
-        drawn = not torch.equal(torch.get_rng_state(), torch.manual_seed(4).get_state())  # how the last routing began
+        ended = torch.get_rng_state()
+        drawn = not torch.equal(ended, torch.default_generator.manual_seed(4).get_state())  # how the last routing began
         expect(stochastic or not drawn, f"declared in {mode} not stochastic, but torch's generator moved")
         told = "stochastic, but two seeds agree" if same else "not stochastic, but two seeds differ"
         expect(same != stochastic or (same and not case.must_show), f"declared in {mode} {told}")

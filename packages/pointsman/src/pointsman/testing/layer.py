@@ -24,7 +24,7 @@ def gradients(case: Case) -> None:
     layer, k = case.layer(top_k=min(3, case.num_experts)), min(3, case.num_experts)
     set_top_k(layer, case.num_experts if layer.router.fixed_k else k)
     hidden = case.hidden().requires_grad_()
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     add_losses(layer(hidden, context_for(layer.router, hidden)).square().mean(), layer).backward()  # type: ignore[no-untyped-call]
     expect(hidden.grad is not None and bool(torch.isfinite(hidden.grad).all()), "the input's gradient")
     for name, parameter in layer.router.named_parameters():
@@ -54,7 +54,7 @@ def activation_checkpointing(case: Case) -> None:
 
     def run(checkpointed: bool) -> list[Tensor]:
         layer, found = case.layer(dropout=0.1), []
-        torch.manual_seed(3)
+        torch.default_generator.manual_seed(3)
         for hidden in (case.hidden(), -case.hidden()):
             hidden.requires_grad_()
             context = context_for(layer.router, hidden.detach())
@@ -107,7 +107,7 @@ def in_place_work_after_the_layer(case: Case) -> None:
     found: list[list[Tensor | None]] = []
     for in_place in (False, True):
         layer.zero_grad()
-        torch.manual_seed(3)
+        torch.default_generator.manual_seed(3)
         output = layer(hidden, context_for(layer.router, hidden))
         changed = output.add_(hidden) if in_place else output + hidden
         add_losses(changed.square().sum(), layer).backward()  # type: ignore[no-untyped-call]
@@ -161,7 +161,7 @@ def replayed(case: Case) -> None:
     def run(experts: Mapping[str, Routing]) -> tuple[Routing, dict[str, Tensor]]:
         hidden = case.hidden().requires_grad_()
         context = context_for(router, hidden.detach())
-        torch.manual_seed(3)
+        torch.default_generator.manual_seed(3)
         block.zero_grad()
         with replay_routing(model, experts), record_routing(model) as recorded:
             output = block(hidden, context)
@@ -206,7 +206,7 @@ def step(layer: MoE, hidden: Tensor, call: Callable[..., Tensor], **fields: obje
     """What a training step on `call(hidden)` leaves, by name: output, gradients, losses and the router's buffers."""
     context = context_for(layer.router, hidden, **fields)
     hidden = hidden.clone().requires_grad_()
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     with warnings.catch_warnings():  # the compiler's own
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
         warnings.filterwarnings("ignore", category=DeprecationWarning)

@@ -98,13 +98,13 @@ def half_precision_input(case: Case) -> None:
     """bf16 and half hidden states give the logits and the gradients of the same values in float32."""
     for dtype in (torch.bfloat16, torch.float16):
         router = case.router()
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         low = torch.randn(2, 150, case.dim).to(dtype).requires_grad_()
         high = low.detach().float().requires_grad_()
         context = context_for(router, high.detach())
         results = []
         for hidden in (low, high):
-            torch.manual_seed(3)
+            torch.default_generator.manual_seed(3)
             logits = router(hidden, context).logits
             wanted = [hidden, *(parameter for parameter in router.parameters() if parameter.requires_grad)]
             gradient = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
@@ -121,9 +121,9 @@ def autocast(case: Case) -> None:
     """Autocast changes neither experts nor weights."""
     router, hidden = case.router().eval(), case.hidden()
     context = context_for(router, hidden)
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     plain = router(hidden, context)
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cast = router(hidden, context)
     expect_equal(plain.experts, cast.experts, "experts under autocast")
@@ -145,7 +145,7 @@ def one_sequence(case: Case) -> None:
     router, hidden = case.router().eval(), case.hidden()
     if "attention" in router.needs or "token_ids" in router.needs:  # which have a batch dimension
         return
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     flat = router(hidden[0])
     expect_equal(flat.experts, route(router, hidden[:1], below=None).experts, "experts")
 
@@ -157,7 +157,7 @@ def padding(case: Case) -> None:
     for mode, router in case.modes():
         router.balance, router.z_loss = 0.01, 0.001
         mask[1, :3] = "attention" in router.needs  # the trace of which attends to all tokens before
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         other = torch.where(mask[..., None], hidden, 5 * torch.randn_like(hidden))
         left, right = (route(router, given, padding_mask=mask) for given in (hidden, other))  # with equal draws
         real = mask.reshape(-1)

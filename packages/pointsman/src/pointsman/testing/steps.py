@@ -25,7 +25,7 @@ def equals_the_reference(case: Case) -> None:
         for kernels in (None, PLAIN):
             layer, wide = replace(case, dim=width).layer(), replace(case, dim=width)
             hidden = wide.hidden().requires_grad_()
-            torch.manual_seed(3)
+            torch.default_generator.manual_seed(3)
             with using(kernels):
                 output = layer(hidden, context_for(layer.router, hidden.detach()))
                 upper = torch.randn(output.shape, generator=torch.Generator().manual_seed(2))
@@ -48,7 +48,7 @@ def statistics(case: Case) -> None:
         layer.router.balance = layer.router.balance or 0.5
         for rows, mask in parts:
             rows = rows.clone().requires_grad_()
-            torch.manual_seed(3)
+            torch.default_generator.manual_seed(3)
             add_losses(layer(rows, context_for(layer.router, rows.detach(), padding_mask=mask)).sum(), layer).backward()  # type: ignore[no-untyped-call]
         return [one.double() for one in layer.router.gathered()]
 
@@ -116,7 +116,7 @@ def resumed(case: Case) -> None:
 
     def train(layer: MoE, steps: range) -> None:
         for step in steps:
-            torch.manual_seed(step)
+            torch.default_generator.manual_seed(step)
             hidden = torch.randn(case.batch, case.length, case.dim)
             for rows in (hidden[:1], hidden[1:]):  # two micro-batches
                 loss = layer(rows, context_for(layer.router, rows)).square().mean()
