@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,7 +35,7 @@ from pointsman_lab.tasks.images.corruptions import CORRUPTIONS, corrupt
 from pointsman_lab.tasks.images.image_set import ClassNames
 from pointsman_lab.tasks.images.part import ImagePart, chosen_rows
 from pointsman_lab.tasks.images.robust import Asked, robustness, save_robustness
-from pointsman_lab.tasks.images.robust_table import _relative, published, robust_tables
+from pointsman_lab.tasks.images.robust_table import _relative, published, robust_tables, table_of
 from pointsman_lab.tasks.images.shifts import Frame, Seen, on_outliers, under_corruptions
 from pointsman_lab.tasks.images.sources import Corrupted
 from pointsman_lab.tasks.images.task import open_images
@@ -76,6 +77,18 @@ def test_imagenet_c_is_relative_to_alexnet_with_its_clean_error() -> None:
     errors = np.array(list(scores.ALEXNET.values()))
     assert found == pytest.approx([np.mean(0.6 / errors), np.mean((0.6 - 0.3) / (errors - 0.435))])
     assert _relative({0: record}, 2, {}, rise=False).values[0] == found[0], "the first row has no such seed"
+
+
+def test_the_csv_of_a_table_has_full_precision() -> None:
+    def record(clean: float) -> dict[str, Any]:
+        rows = [{"top_k": 2, "value": clean - 0.25, "clean": clean, "gap": 0.25}]
+        return {"kind": "a", "every_k": False, "cost": {}, "protocol": {"top_k": [2]}, "results": rows}
+
+    runs = {("smoe", 0): record(0.5), ("smoe", 1): record(2 / 3), ("plain", 1): record(0.75)}
+    [header, *rows] = [line.split(",") for line in table_of(("smoe", "plain"), "x", runs).csv().splitlines()]
+    assert header[:6] == ["k", "router", "clean mean", "clean std", "clean seeds", "accuracy mean"]
+    mean, std = statistics.fmean([0.5, 2 / 3]), statistics.stdev([0.5, 2 / 3])
+    assert [row[:5] for row in rows] == [["2", "smoe", str(mean), str(std), "2"], ["2", "plain", "0.75", "-", "1"]]
 
 
 def test_a_papers_column_takes_records_of_its_own_part(tmp_path: Path) -> None:

@@ -384,7 +384,8 @@ def test_shifted_images_of_a_strangers_file_without_figures(folder: Path, kind: 
             file.write_text(json.dumps(record))
     [table] = robust_tables(read_comparison(folder / "tiny"))
     named = {"c": "corrupted", "hard": "accuracy"}.get(kind, "")
-    assert table.csv().splitlines()[0] == ",".join(["k", "router", *([named] if named else [])]), "no mCE, no clean"
+    shown = [f"{named} {figure}" for figure in ("mean", "std", "seeds") if named]
+    assert table.csv().splitlines()[0] == ",".join(["k", "router", *shown]), "no mCE, no clean"
     file.write_text(json.dumps({**record, "results": [{"top_k": 1, "value": "high"}]}))
     with pytest.raises(RunError, match=r"results.*value: a number"):
         robust_tables(read_comparison(folder / "tiny"))
@@ -401,6 +402,7 @@ def test_shifted_images_have_a_best_row_only_where_intervals_say_so(folder: Path
     assert [grid.header for grid in table.grids] == [["k=1", "AUPR", "AUROC", "FPR95"], ["k=2", "AUPR", "AUROC"]]
     assert [grid.best for grid in table.grids] == [{(0, 1)}] * 2, "AUROC: equal at every seed"
     lines = table.csv().splitlines()
-    assert lines[0] == "k,router,AUPR,AUROC,FPR95"
+    shown = [f"{name} {figure}" for name in ("AUPR", "AUROC", "FPR95") for figure in ("mean", "std", "seeds")]
+    assert lines[0] == ",".join(["k", "router", *shown])
     assert lines[-1].startswith("2,behind,")
-    assert lines[-1].endswith(",-")
+    assert lines[-1].endswith(",-,-,0")

@@ -13,7 +13,7 @@ from pointsman_lab._values import finite, mean_of
 from pointsman_lab.report.cell import Cell, significantly_best, squared_variation
 from pointsman_lab.report.forms import Forms
 from pointsman_lab.report.published import Column
-from pointsman_lab.report.tables import COSTS, COUNTED, cost_cells, cost_of
+from pointsman_lab.report.tables import COST, COSTS, COUNTED, CSV_COSTS, cost_cells, cost_of
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.record import RunRecord, read_object
 from pointsman_lab.tasks.images.scores import ALEXNET, ALEXNET_CLEAN, corruption_error
@@ -54,6 +54,7 @@ class RobustTable(Forms):
         name: of its files and of the records: `robust-c`.
         kind: a key of `TITLES`.
         grids: one for each k, the first of the records' first.
+        cells: k -> router -> the figures of its grid over seeds. costs: router -> what a token costs.
         by_corruption: accuracy of every router at each corruption; only of kind c.
         top_k: the k of the first grid.
         protocol: one line.
@@ -62,6 +63,8 @@ class RobustTable(Forms):
     name: str
     kind: str
     grids: Sequence[Grid]
+    cells: Mapping[int, Mapping[str, Mapping[str, Cell]]]
+    costs: Mapping[str, Mapping[str, int]]
     by_corruption: Grid | None
     top_k: int
     protocol: str
@@ -74,13 +77,16 @@ class RobustTable(Forms):
         return [*self.grids, *([self.by_corruption] if self.by_corruption else [])]
 
     def csv(self) -> str:
-        names = list(dict.fromkeys(name for one in self.grids for name in one.header[1:]))
-        rows = []
-        for one in self.grids:
-            for router, *figures in one.rows:
-                own = dict(zip(one.header[1:], figures, strict=True))
-                rows.append([one.header[0].removeprefix("k="), router, *(own.get(name, NONE) for name in names)])
-        return Grid(["k", "router", *names], rows).csv()
+        every = [(k, router, of) for k, rows in self.cells.items() for router, of in rows.items()]
+        known = [name for *_, of in every for name, cell in of.items() if cell.values]
+        names = [name for name in every[0][2] if name in known]
+        header = [f"{name} {figure}" for name in names for figure in ("mean", "std", "seeds")]
+        lines = []
+        for k, router, of in every:
+            shown = (figure for name in names for figure in (of[name].mean, of[name].std, len(of[name].values)))
+            cost = (self.costs.get(router, {}).get(name) for name in COST if self.costs)
+            lines.append([k, router, *shown, *cost])
+        return Grid(["k", "router", *header, *(CSV_COSTS if self.costs else ())], lines).csv()
 
 
 def robust_tables(comparison: Comparison) -> list[RobustTable]:
@@ -111,13 +117,14 @@ def table_of(rows: Sequence[str], name: str, runs: Runs) -> RobustTable:
     routers = [router for router in rows if any(own == router for own, _ in runs)]
     asked = [k for record in runs.values() for k in record["protocol"]["top_k"]]
     values = sorted(set(asked), key=lambda k: (k != asked[0], k))  # a model without routers has one k: its figures
-    grids = [_grid(kind, runs, routers, k) for k in values]
+    cells = {k: _cells(kind, runs, routers, k) for k in values}
+    costs = {router: record["cost"] for (router, _), record in runs.items() if record["cost"]}
+    grids = [_grid(of, costs, k) for k, of in cells.items()]
     words = "; ".join(f"{key.replace('_', ' ')}: {_plain(value)}" for key, value in first["protocol"].items())
     if kind == "o":
         words += f"; outliers: {first.get('outlier_data')}; base rate {100 * first.get('base_rate', 0):.1f} %"
-    return RobustTable(
-        name, kind, grids, _by_corruption(runs, routers, values[0]) if kind == "c" else None, values[0], words
-    )
+    by_corruption = _by_corruption(runs, routers, values[0]) if kind == "c" else None
+    return RobustTable(name, kind, grids, cells, costs, by_corruption, values[0], words)
 
 
 def _plain(value: Any) -> str:
@@ -181,7 +188,8 @@ def errors(record: Record, k: int) -> dict[str, list[float]]:
     return found
 
 
-def _grid(kind: str, runs: Runs, routers: Sequence[str], k: int) -> Grid:
+def _cells(kind: str, runs: Runs, routers: Sequence[str], k: int) -> dict[str, dict[str, Cell]]:
+    """Router -> the figures at this k over seeds."""
     reference = {seed: record for (router, seed), record in runs.items() if router == routers[0]}
     cells: dict[str, dict[str, Cell]] = {}
     for router in routers:
@@ -194,14 +202,17 @@ def _grid(kind: str, runs: Runs, routers: Sequence[str], k: int) -> Grid:
         if kind == "c":
             for name, rise in (("mCE", False), ("relative mCE", True)):
                 cells[router][name] = _relative(own, k, reference, rise=rise)
-    costs = {router: record["cost"] for (router, _), record in runs.items() if record["cost"]}
-    counted = bool(costs)
+    return cells
+
+
+def _grid(cells: Mapping[str, Mapping[str, Cell]], costs: Mapping[str, Mapping[str, int]], k: int) -> Grid:
+    names, counted = list(next(iter(cells.values()))), bool(costs)
     rows = [
         [router, *(_shown(*one) for one in line.items()), *(cost_cells(costs.get(router, {})) if counted else ())]
         for router, line in cells.items()
     ]
     best = {
-        (routers.index(router), place)
+        (list(cells).index(router), place)
         for place, name in enumerate(names, 1)
         if name not in ("first expert moved", "set moved", "shared experts", "clean")
         for router in significantly_best({of: line[name] for of, line in cells.items()}, lower_is_better=name in LOWER)
