@@ -91,6 +91,17 @@ def test_the_csv_of_a_table_has_full_precision() -> None:
     assert [row[:5] for row in rows] == [["2", "smoe", str(mean), str(std), "2"], ["2", "plain", "0.75", "-", "1"]]
 
 
+def test_the_reference_of_hard_images_is_no_value_of_its_row() -> None:
+    def record(weights: str, value: float) -> dict[str, Any]:
+        rows = [{"top_k": 2, "value": value, "clean": 0.5, "gap": 0.5 - value}]
+        own = {"kind": "hard", "results": rows, "asked": {"from": {"weights": weights, "path": "reference"}}}
+        return {"every_k": False, "cost": {}, "protocol": {"top_k": [2]}, **own}
+
+    runs = {("plain", 0): record("reference", 0.0), ("plain", 1): record("another", 0.25)}
+    cells = table_of(("plain",), "robust-hard-plain-seed-0", runs).cells[2]["plain"]
+    assert [cells[name].values for name in ("clean", "accuracy", "gap")] == [{0: 0.5, 1: 0.5}, {1: 0.25}, {1: 0.25}]
+
+
 def test_a_papers_column_takes_records_of_its_own_part(tmp_path: Path) -> None:
     for split, value in (("test", 0.5), ("valid", 0.9)):
         record = {"kind": "c", "protocol": {"split": split, "top_k": [2]}, "results": [{"top_k": 2, "value": value}]}

@@ -57,7 +57,7 @@ SHAPES: dict[str, Any] = {
     "attacks-*.json": {**EVALUATION, "routing": [{"attack!": dict, "layers!": LAYERS}]},
     "robust-*.json": {
         "kind!": str, "protocol!": {"top_k!": [int], "images": int}, "results!": [SHIFTED], "clean": [SHIFTED],
-        "routing": [{"layers": {"*": dict}}], "base_rate": float,
+        "routing": [{"layers": {"*": dict}}], "base_rate": float, "asked": {"from": {"*": str}},
     },
     "comparison.json": {
         "settings!": {"model!": dict}, "routers!": [str], "seeds!": [int], "command": str, "data": str,

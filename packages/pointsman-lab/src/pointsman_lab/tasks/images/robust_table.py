@@ -36,8 +36,8 @@ NOTES = {
         ("a", "r"), "Logits are restricted to the classes of these images; clean: the test images of the same classes."
     ),
     "o": "Score: minus the largest probability; outliers are the positives. An AUPR of the base rate is chance.",
-    "hard": "The reference has accuracy 0 on these images by construction; a model with independent mistakes would "
-    "have its accuracy on all images.",
+    "hard": "The reference has accuracy 0 on these images by construction, and is left out; a model with independent "
+    "mistakes would have its accuracy on all images.",
     **dict.fromkeys(
         ("pgd", "fgsm"),
         "Shared experts: intersection over union of the experts chosen before and after, mean over patches.",
@@ -158,6 +158,9 @@ def figures(kind: str, record: Record, k: int) -> dict[str, float | None]:
             "clean": clean, "attacked": hostile, "drop": _difference(clean, hostile),
             "shared experts": _layers("iou", rows), "first expert moved": _layers("top1", rows),
         }  # fmt: skip
+    made_from = record.get("asked", {}).get("from", {})
+    if kind == "hard" and made_from.get("path") == made_from.get("weights", NONE):  # the reference itself
+        return {"clean": clean, "accuracy": None, "gap": None}
     return {"clean": clean, "accuracy": finite(first.get("value")), "gap": finite(first.get("gap"))}
 
 
