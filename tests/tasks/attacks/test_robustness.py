@@ -179,8 +179,11 @@ def test_a_comparison_under_attack(comparison: Path, tmp_path: Path, capsys: pyt
     settings = comparison / "runs/smoe/seed-0/config.json"
     before = settings.read_text()
     settings.write_text(before.replace('"eval_tokens": 512', '"eval_tokens": 256'))
+    unlike = "; rows differ in tokens: their figures are not comparable"
     try:
+        assert unlike not in table.with_suffix(".txt").read_text()
         assert main([*arguments, "--out", str(tmp_path), "--device", "cpu"]) == 0
+        assert unlike in table.with_suffix(".txt").read_text()
     finally:
         settings.write_text(before)
     again = {

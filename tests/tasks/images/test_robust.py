@@ -91,6 +91,20 @@ def test_the_csv_of_a_table_has_full_precision() -> None:
     assert [row[:5] for row in rows] == [["2", "smoe", str(mean), str(std), "2"], ["2", "plain", "0.75", "-", "1"]]
 
 
+def test_a_table_says_what_its_figures_are_of() -> None:
+    def record(clean: float, scored: int = 21) -> dict[str, Any]:
+        rows = [{"top_k": 2, "value": clean - 0.25, "clean": clean, "gap": 0.25}]
+        own = {"shifted_data": "A: 3 classes", "images": scored, "classes": 3, "clean_images": 27, "results": rows}
+        return {"kind": "a", "every_k": False, "cost": {}, "protocol": {"images": 54, "top_k": [2]}, **own}
+
+    runs = {("smoe", 0): record(0.5), ("smoe", 1): record(2 / 3), ("plain", 1): record(0.75)}
+    table = table_of(("smoe", "plain", "xmoe"), "robust-a-A", runs, (0, 1))
+    said = "images: 54; top k: 2; shifted: A: 3 classes; scored: 21; classes: 3; clean images of these classes: 27"
+    assert table.protocol == f"{said}. Missing: plain: seeds 0; xmoe: seeds 0, 1"
+    mixed = table_of(("smoe", "plain"), "robust-a-A", {**runs, ("plain", 0): record(0.75, 6)}, (0, 1))
+    assert mixed.protocol == f"{said}; rows differ in scored: their figures are not comparable"
+
+
 def test_the_reference_of_hard_images_is_no_value_of_its_row() -> None:
     def record(weights: str, value: float) -> dict[str, Any]:
         rows = [{"top_k": 2, "value": value, "clean": 0.5, "gap": 0.5 - value}]

@@ -64,6 +64,22 @@ def joined(*blocks: str) -> str:
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
+def unlike(protocols: Sequence[Mapping[str, Any]]) -> str:
+    """What to say of records whose protocols differ; "" where none does."""
+    keys = sorted({key for one in protocols for key in {*one, *protocols[0]} if one.get(key) != protocols[0].get(key)})
+    return f"; rows differ in {', '.join(map(_words, keys))}: their figures are not comparable" if keys else ""
+
+
+def protocol_line(protocol: Mapping[str, Any]) -> str:
+    """A protocol in one line."""
+    shown = {key: ", ".join(map(str, value)) if isinstance(value, list) else value for key, value in protocol.items()}
+    return "; ".join(f"{_words(key)}: {value}" for key, value in shown.items())
+
+
+def _words(key: str) -> str:
+    return key.replace("_", " ")
+
+
 def captioned(grids: Sequence[Grid], form: Callable[[Grid], str]) -> list[str]:
     """Caption and table of each grid; those after the first only where they have rows."""
     return [block for place, grid in enumerate(grids) if grid.rows or not place for block in (grid.caption, form(grid))]

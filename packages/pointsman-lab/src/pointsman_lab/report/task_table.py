@@ -11,7 +11,7 @@ from typing import Any
 
 from pointsman_lab._grid import Grid, formatted
 from pointsman_lab._values import finite, mean_of
-from pointsman_lab.report.forms import Forms
+from pointsman_lab.report.forms import Forms, unlike
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import Comparison, read_comparison
 from pointsman_lab.runs.paths import REPEAT, finetuned_runs
@@ -61,7 +61,7 @@ class TaskTable(Forms):
     table: ComparisonTable
     protocol: Mapping[str, Any]
     routing: Mapping[str, Mapping[str, float | None]]
-    unlike: Sequence[str] = ()
+    unlike: str = ""
 
     @classmethod
     def read(cls, path: Path, variant: str) -> TaskTable:
@@ -90,10 +90,9 @@ class TaskTable(Forms):
             Comparison(comparison.path, comparison.settings, routers, seeds, found), split=protocol.get("split", "test")
         )
         table = replace(table, repeats=REPEAT if len(comparison.seeds) > 1 else 1)
-        every = [run.evaluation.get("protocol") or {} for run in tuned if run.done]
-        unlike = sorted({key for one in every for key in {*one, *protocol} if one.get(key) != protocol.get(key)})
+        differing = unlike([run.evaluation.get("protocol") or {} for run in tuned if run.done])
         routing = {router: routing_of([run for run in tuned if run.router == router]) for router in routers}
-        return cls(variant, table, protocol, routing, unlike)
+        return cls(variant, table, protocol, routing, differing)
 
     @property
     def note(self) -> str:
@@ -102,8 +101,7 @@ class TaskTable(Forms):
         if not protocol:
             return "nothing has been fine-tuned yet"
         with suppress(AttributeError, LookupError, TypeError, ValueError):  # of a stranger's file
-            unlike = f"; rows differ in {', '.join(self.unlike)}: their figures are not comparable"
-            return self._words(protocol) + (unlike if self.unlike else "")
+            return self._words(protocol) + self.unlike
         return "the protocol is not recorded"
 
     @staticmethod

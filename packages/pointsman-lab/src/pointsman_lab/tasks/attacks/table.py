@@ -14,7 +14,7 @@ from pointsman._errors import RunError
 from pointsman_lab._grid import NONE, Grid
 from pointsman_lab._shapes import check_shape
 from pointsman_lab._values import mean_of
-from pointsman_lab.report.forms import Forms
+from pointsman_lab.report.forms import Forms, protocol_line, unlike
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.record import RunRecord, read_object
@@ -108,8 +108,8 @@ class AttackTable(Forms):
         attacks = _attacks(rows)
         conditions = [condition("clean", 0.0, lambda row: None if row.get("attack") else row)]
         conditions += [condition(f"{one}, all targets count", one.rate, _attacked(one)) for one in attacks]
-        about = runs[0][1].get("protocol", {})
-        protocol = "; ".join(f"{key.replace('_', ' ')}: {value}" for key, value in about.items())
+        every = [record.get("protocol", {}) for _, record in runs]
+        protocol = protocol_line(every[0]) + unlike(every)
         routing = {
             router: _moved([record for run, record in runs if run.router == router], attacks) for router in routers
         }

@@ -140,7 +140,8 @@ def _shifted(
         whole = shifted.relabelled(images.classes).split("test")
         part, inside = whole.take(chosen_rows(whole, _budget(asked, run))), sorted(set(whole.labels.tolist()))
         _check_several(asked, inside)
-        return on_renditions(run.model, clean, part, inside, top_k=top_k, frame=frame)
+        found = on_renditions(run.model, clean, part, inside, top_k=top_k, frame=frame)
+        return {**found, "shifted_data": shifted.description}
     outliers, classes = shifted.split("test"), None
     share = len(clean) / len(images.split(asked.split))  # as many of the outliers: the base rate stays
     known = [images.classes.index(name) for name in shifted.classes if name in images.classes]

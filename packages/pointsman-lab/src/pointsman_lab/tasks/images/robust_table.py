@@ -11,7 +11,7 @@ from typing import Any
 from pointsman_lab._grid import NONE, Grid
 from pointsman_lab._values import finite, mean_of
 from pointsman_lab.report.cell import Cell, significantly_best, squared_variation
-from pointsman_lab.report.forms import Forms
+from pointsman_lab.report.forms import Forms, protocol_line, unlike
 from pointsman_lab.report.published import Column
 from pointsman_lab.report.tables import COST, COSTS, COUNTED, CSV_COSTS, cost_cells, cost_of
 from pointsman_lab.runs.comparison import Comparison
@@ -43,6 +43,11 @@ NOTES = {
         "Shared experts: intersection over union of the experts chosen before and after, mean over patches.",
     ),
 }
+SHIFT = {
+    "shifted_data": "shifted", "images": "scored", "classes": "classes",
+    "clean_images": "clean images of these classes", "reference_k": "k of the reference",
+}  # fmt: skip
+"""What records say of the shifted images -> its name in tables."""
 LOWER = ("drop", "gap", "mCE", "relative mCE", "FPR95", "first expert moved", "set moved", "RMS", "ECE")
 
 
@@ -97,7 +102,7 @@ def robust_tables(comparison: Comparison) -> list[RobustTable]:
             for file in sorted(run.path.glob("robust-*.json")):
                 if record := shifted_images(run, file.stem):
                     found.setdefault(file.stem, {})[router, run.seed] = record
-    return [table_of(comparison.routers, name, runs) for name, runs in sorted(found.items())]
+    return [table_of(comparison.routers, name, runs, comparison.seeds) for name, runs in sorted(found.items())]
 
 
 def shifted_images(run: RunRecord, name: str) -> Record:
@@ -110,8 +115,8 @@ def shifted_images(run: RunRecord, name: str) -> Record:
     return {**record, "every_k": has_one_k(run.router), "cost": cost_of([run])}
 
 
-def table_of(rows: Sequence[str], name: str, runs: Runs) -> RobustTable:
-    """The table of what `shifted_images` found, by router and seed."""
+def table_of(rows: Sequence[str], name: str, runs: Runs, seeds: Sequence[int] = ()) -> RobustTable:
+    """The table of what `shifted_images` found, by router and seed; of these seeds it names those without a record."""
     first = next(iter(runs.values()))
     kind = str(first["kind"])
     routers = [router for router in rows if any(own == router for own, _ in runs)]
@@ -120,15 +125,21 @@ def table_of(rows: Sequence[str], name: str, runs: Runs) -> RobustTable:
     cells = {k: _cells(kind, runs, routers, k) for k in values}
     costs = {router: record["cost"] for (router, _), record in runs.items() if record["cost"]}
     grids = [_grid(of, costs, k) for k, of in cells.items()]
-    words = "; ".join(f"{key.replace('_', ' ')}: {_plain(value)}" for key, value in first["protocol"].items())
-    if kind == "o":
-        words += f"; outliers: {first.get('outlier_data')}; base rate {100 * first.get('base_rate', 0):.1f} %"
+    every = [{**record["protocol"], **_shift(record)} for record in runs.values()]
+    shared = set.intersection(*map(set, every)) - {"top_k"}  # records of earlier versions lack some
+    words = protocol_line(every[0]) + unlike([{key: one[key] for key in shared} for one in every])
+    lacking = {row: [str(seed) for seed in seeds if (row, seed) not in runs] for row in rows}
+    missing = "; ".join(f"{row}: seeds {', '.join(lack)}" for row, lack in lacking.items() if lack)
+    words += f". Missing: {missing}" if missing else ""
     by_corruption = _by_corruption(runs, routers, values[0]) if kind == "c" else None
     return RobustTable(name, kind, grids, cells, costs, by_corruption, values[0], words)
 
 
-def _plain(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+def _shift(record: Record) -> dict[str, Any]:
+    """What a record says of the shifted images, for the protocol."""
+    if record["kind"] == "o":
+        return {"outliers": record.get("outlier_data"), "base rate": f"{100 * record.get('base_rate', 0):.1f} %"}
+    return {shown: record[key] for key, shown in SHIFT.items() if key in record}
 
 
 def _at(record: Record, k: int, part: str = "results") -> list[Mapping[str, Any]]:
