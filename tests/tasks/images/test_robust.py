@@ -101,6 +101,7 @@ def test_a_table_says_what_its_figures_are_of() -> None:
     table = table_of(("smoe", "plain", "xmoe"), "robust-a-A", runs, (0, 1))
     said = "images: 54; top k: 2; shifted: A: 3 classes; scored: 21; classes: 3; clean images of these classes: 27"
     assert table.protocol == f"{said}. Missing: plain: seeds 0; xmoe: seeds 0, 1"
+    assert table.latex().startswith("% Hard photographs (ImageNet-A). ")
     mixed = table_of(("smoe", "plain"), "robust-a-A", {**runs, ("plain", 0): record(0.75, 6)}, (0, 1))
     assert mixed.protocol == f"{said}; rows differ in scored: their figures are not comparable"
 

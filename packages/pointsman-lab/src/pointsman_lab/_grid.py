@@ -93,9 +93,9 @@ class Grid:
         """A Markdown table, in which a stranger's name ends no cell and no code."""
 
         def escape(cell: str) -> str:
-            return _one_line(cell.replace("`", "'") if self.code else cell)
+            return one_line(cell.replace("`", "'") if self.code else cell)
 
-        return markdown_table([*map(_one_line, self.header)], self._marked("`{}`", "**{}**", escape), self.labels)
+        return markdown_table([*map(one_line, self.header)], self._marked("`{}`", "**{}**", escape), self.labels)
 
     def latex(self, label: str = "", within: str = "") -> str:
         """A LaTeX table for the booktabs package. Its caption is the first sentence, the others are a comment.
@@ -143,7 +143,7 @@ def formatted(figure: float | None, form: str = ".3f") -> str:
     return NONE if figure is None else format(figure, f"z{form}" if form.startswith(".") else form)
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     return " ".join(printable(text).split())
 
 
@@ -157,7 +157,7 @@ def inert(cell: Any) -> Any:
 
 def escape_latex(text: str) -> str:
     """`text` in one line, with every character that LaTeX reads as a command escaped."""
-    return "".join(_LATEX.get(character, character) for character in _one_line(text))
+    return "".join(_LATEX.get(character, character) for character in one_line(text))
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], labels: int = 1) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pointsman._errors import needing
 from pointsman_lab._files import write_whole
-from pointsman_lab._grid import Grid, wrapped
+from pointsman_lab._grid import Grid, one_line, wrapped
 
 
 class Forms(ABC):
@@ -49,9 +49,11 @@ class Forms(ABC):
         return joined(self.head, *captioned(self.shown_grids(), Grid.markdown))
 
     def latex(self) -> str:
-        """LaTeX for the booktabs package; the best of each column in bold."""
+        """LaTeX for the booktabs package; the best of each column in bold. What stands above the grids is a comment."""
         first, *others = self.shown_grids()
-        return "\n".join([first.latex(self.file), *(grid.latex(within=self.file) for grid in others if grid.rows)])
+        head = [f"% {one_line(self.head)}"] if self.head else []
+        tables = [first.latex(self.file), *(grid.latex(within=self.file) for grid in others if grid.rows)]
+        return "\n".join([*head, *tables])
 
     def write(self, directory: Path) -> list[Path]:
         """Writes FILE.txt, .csv, .md and .tex, each whole or not at all; returns their paths."""
