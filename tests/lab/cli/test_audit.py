@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import sys
@@ -13,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from pointsman._errors import RunError
+from pointsman_lab import _files
 from pointsman_lab.cli.audit import folder_of
 from pointsman_lab.cli.main import main
 
@@ -60,6 +62,31 @@ def test_domains_and_a_page(saved: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "report.html" in capsys.readouterr().err
     assert main(["audit", *words, "--data", f"{tmp_path / 'en.txt'},{tmp_path / 'en.txt'}"]) == 2
     assert "two parts have the same name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("full", ["diagnostics.json", "report.html"])
+def test_a_full_disk_leaves_no_audit_of_mixed_files(
+    full: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["audit", str(saved), "--top-k", "2", "--length", "16", "--probe-tokens", "0", "--device", "cpu"]
+    out, opened = tmp_path / "out", _files.open_own
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(f"w{ord(name[0]) % 9} w2 w3 " * 20)
+    assert main([*words, "--data", str(tmp_path / "a.txt"), "--out", str(out)]) == 0
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+
+    def opening(file: Path, *flags: int) -> int:
+        if full in file.name:
+            raise OSError(errno.ENOSPC, "full")
+        return opened(file, *flags)
+
+    monkeypatch.setattr(_files, "open_own", opening)
+    capsys.readouterr()
+    assert main([*words, "--data", str(tmp_path / "b.txt"), "--out", str(out)]) == 2  # and not 0 without its page
+    assert "no space left on the disk" in capsys.readouterr().err.splitlines()[-1]
+    changed = {file.name for file in out.iterdir() if file.read_bytes() != before.get(file.name)}
+    assert ("config.json" in changed) == ("diagnostics.json" in changed) == (full == "report.html")
+    assert "report.html" not in changed
 
 
 def test_on_disk_is_the_same(

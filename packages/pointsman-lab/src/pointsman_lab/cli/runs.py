@@ -122,5 +122,7 @@ def write_page(out: Path, *, explorer: bool = False) -> str:
     try:
         page = f"page: {write_report(out)}"
     except RunError as missing:
+        if isinstance(missing.__cause__, OSError):  # the disk refuses it: an older page may be there
+            raise
         return f"no page: {missing}"
     return f"{page}; with maps and a routing explorer: pointsman report {shlex.quote(str(out))}" if explorer else page

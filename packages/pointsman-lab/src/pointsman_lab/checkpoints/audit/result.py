@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pointsman_lab._files import write_whole
+from pointsman_lab._files import disk_errors, scratch_folder, sync_folder, write_synced
 from pointsman_lab._grid import wrapped
 from pointsman_lab.checkpoints.audit.sample import Sample, explorer
 from pointsman_lab.intervals import smallest_within
@@ -212,7 +212,7 @@ class AuditResult:
         return wrapped("\n".join(lines), 80) + "\n"
 
     def save(self, directory: str | Path, data: str = "texts", command: str | None = None) -> Path:
-        """Writes audit.json, audit.md and the files of a run directory that `pointsman report` reads.
+        """Writes audit.json, audit.md and the files of a run directory that `pointsman report` reads, all or none.
 
         Args:
             data: the name of the texts on the page.
@@ -245,17 +245,21 @@ class AuditResult:
         diagnostics = {"protocol": read, "layers": self.layers, "against": {}, "history": [], "consistency": {}}
         files: dict[str, Any] = {
             "audit.json": self.to_dict(),
-            "config.json": config,
             "evaluation.json": {"format": 1, "protocol": dict(self.protocol), "results": results},
             "diagnostics.json": {"format": 1, **diagnostics},
             "explorer.json": explorer(self.sample, self.model, self.layers, self.top_k),
+            "config.json": config,
         }
-        for name, value in files.items():
-            if value is None:
-                (folder / name).unlink(missing_ok=True)  # of an earlier audit
-            else:
-                write_whole(folder / name, json.dumps(value, allow_nan=False) + "\n")
-        write_whole(folder / "audit.md", self.markdown())
+        texts = {name: json.dumps(of, allow_nan=False) + "\n" for name, of in files.items() if of is not None}
+        texts = {"audit.md": self.markdown(), **texts}
+        with disk_errors(folder, "the audit was not written"), scratch_folder(folder) as scratch:
+            for name, text in texts.items():
+                write_synced(scratch / name, text.encode())
+            for name in ("config.json", *(files.keys() - texts)):  # of an earlier audit
+                (folder / name).unlink(missing_ok=True)
+            for name in texts:  # config.json last: what a kill leaves is no audit, not one of two
+                (scratch / name).replace(folder / name)
+            sync_folder(folder)
         return folder
 
 
