@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -88,6 +90,11 @@ def test_a_full_disk_leaves_nothing_and_the_same_command_goes_on(
     told = capsys.readouterr().err.strip().splitlines()[-1]
     assert told.startswith(f"pointsman: {tmp_path / 'out'}: the model was not written: Error while serializing")
     assert not (tmp_path / "out").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr("pointsman_lab._files.open_own", Mock(side_effect=OSError(errno.ENOSPC, "full")))
+        model = zoo.tiny_model("mixtral")
+        with pytest.raises(RunError, match="/record: the model was not written: full"):
+            save(model, tmp_path / "record", **{"compression.md": "text"})
     for rename in (0, 1, 2):  # killed at one of the first three, the last of which is that of the weights
 
         def killed(file: Path, target: Path, left: list[int] = [rename]) -> Path:  # noqa: B006

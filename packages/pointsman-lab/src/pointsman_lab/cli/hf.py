@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman_lab._files import write_whole
+from pointsman_lab._files import write_synced
 from pointsman_lab.cli.export import model_folder
 from pointsman_lab.cli.options import Parser, action_of, choose_device, note, number_from, refuse_runs, whole
 from pointsman_lab.runs.record import read_object
@@ -101,7 +101,7 @@ def save(model: Any, out: Path, tokenizer: Any = None, **files: str) -> None:
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
         for name, text in files.items():
-            write_whole(scratch / name, text)
+            write_synced(scratch / name, text.encode())
 
 
 def check_out(out: Path, model: str, record: str = "") -> None:
