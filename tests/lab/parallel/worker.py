@@ -293,12 +293,13 @@ class Foreign(nn.Module):
     def __init__(self, dim: int = 16, attach: bool = True) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Block(dim, attach), Block(dim, attach)])
+        self.bare = nn.ModuleList([Block(dim, attach).moe])  # runs in no block
         self.head = nn.Linear(dim, 5)
 
     def forward(self, hidden: Tensor) -> Tensor:
         for block in self.blocks:
             hidden = block(hidden)
-        return self.head(hidden)
+        return self.head(hidden + self.bare[0](hidden))
 
 
 def own_batches() -> list[tuple[Tensor, Tensor]]:

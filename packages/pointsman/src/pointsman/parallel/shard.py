@@ -286,19 +286,17 @@ def _divide(experts: Experts | BaseExperts, mesh: DeviceMesh, layout: Layout, ga
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
     """What becomes a group of its own: the items of every ModuleList that hold an MoE layer, and the model's other
-    children that hold one."""
+    children that hold one. What has no forward of its own (a ModuleList, too) would never gather its parameters."""
 
     def sparse(module: nn.Module) -> bool:
-        return any(isinstance(part, MoE) for part in module.modules())
+        runs = type(module).forward is not nn.Module.forward and not isinstance(module, MoE)
+        return runs and any(isinstance(part, MoE) for part in module.modules())
 
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    found = [item for each in lists for item in each if sparse(item) and not isinstance(item, MoE)]
+    found = [item for each in lists for item in each.children() if sparse(item)]
     covered = {id(block) for block in found}
-    return found + [
-        child
-        for child in model.children()
-        if sparse(child) and not isinstance(child, MoE) and not any(id(part) in covered for part in child.modules())
-    ]
+    others = (child for child in model.children() if sparse(child))
+    return found + [one for one in others if not any(id(part) in covered for part in one.modules())]
 
 
 def _that_share(blocks: list[nn.Module]) -> list[list[nn.Module]]:
