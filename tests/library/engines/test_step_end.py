@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, multiprocessing, nn
 
 import pointsman
-from pointsman.engines.common import step_end
+from pointsman.engines.common import carried, deliver, step_end
 
 RATE, EXPERTS = 0.1, 4
 
@@ -124,6 +124,16 @@ def sorted_alone(alone: dist.ProcessGroup) -> None:
         step_end(layer)
     step_end(layer, alone)
     assert layer.router.select.bias.any(), "where a group has one process, it sorts that one's"
+
+
+def test_a_bias_beside_frozen_scores_moves_where_the_layers_input_has_no_gradient() -> None:
+    router = carried("this engine", "smoe-dropout@loss-free", dim=16, num_experts=EXPERTS, top_k=2)
+    routing = router(torch.randn(1, 7, 16))
+    outputs = torch.randn(7, 2, requires_grad=True)  # of experts
+    (deliver(routing.weights, router, routing, torch.ones(())) * outputs).sum().backward()
+    torch.testing.assert_close(outputs.grad, routing.weights)
+    step_end(router)
+    assert router.select.bias.any()
 
 
 def both(rank: int, folder: str) -> None:

@@ -82,8 +82,9 @@ def deliver(weights: Tensor, router: Router, routing: Routing, scale: Tensor) ->
     """
     losses = [*routing.losses.values()]
     gather = router.gather if router.training and routing.statistics else None
-    if not (losses or gather) or not torch.is_grad_enabled() or not weights.requires_grad:
+    if not (losses or gather) or not torch.is_grad_enabled() or not (weights.requires_grad or gather):
         return weights
+    weights = weights if weights.requires_grad else weights.detach().requires_grad_()  # of frozen scores: for `gather`
     found: Tensor = Deliver.apply(weights, scale, gather, routing.statistics, None, *losses)  # type: ignore[no-untyped-call]
     return found
 
