@@ -1,6 +1,7 @@
 """Routers of other packages: entry points, `--import`, and runs that find them again."""
 
 import json
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -440,7 +441,8 @@ def test_an_installed_package_is_recorded_and_named_to_the_receiver(
     out, packed = tmp_path / "out", tmp_path / "a.pointsman"
     assert main(compared(tmp_path / "text.txt", out)) == 0
     environment = json.loads((out / "runs/mine/seed-0/environment.json").read_text())
-    assert environment["origin"] == {"my_routers": "my_routers 1.0"}
+    assert re.fullmatch("my_routers 1.0, SHA-256 [0-9a-f]{64}", environment["origin"].pop("my_routers"))
+    assert not environment["origin"]
     capsys.readouterr()
     assert main(["submit", str(out), "--router", "mine"]) == 2
     assert "comes from my_routers 1.0, which an entry does not carry" in capsys.readouterr().err
@@ -449,6 +451,38 @@ def test_an_installed_package_is_recorded_and_named_to_the_receiver(
     forget()
     assert main(["open", str(packed), "--out", str(tmp_path / "theirs")]) == 0
     assert "routers came from 'my_routers 1.0', which is not in the file" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("changed", ["__init__.py", "parts/scale.py"])
+def test_a_package_that_is_edited_at_the_same_version_is_another_router(tmp_path: Path, changed: str) -> None:
+    """As with `pip install -e`: what its module imports of it counts, and of runs of before the version alone."""
+
+    def origin() -> dict[str, str]:
+        forget()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "my_routers"]:
+            del sys.modules[name]
+        imports._origin.cache_clear()
+        elsewhere.load_installed()
+        return imports.origin_of("mine")
+
+    package = tmp_path / "my_routers"
+    (package / "parts").mkdir(parents=True)
+    for name in ("parts/__init__.py", "parts/scale.py", "unused.py"):
+        (package / name).write_text("SCALE = 1.0\n")
+    installed(tmp_path, "my_routers", SOURCE + "from my_routers.parts.scale import SCALE\nimport torch\n")
+    (tmp_path / "my_routers.py").rename(package / "__init__.py")
+    before = origin()
+    (package / "unused.py").write_text("SCALE = 2.0\n")
+    assert origin() == before
+    assert imports.unlike_origin(before, before) == ""
+    (package / changed).write_text((package / changed).read_text() + "# another\n")
+    assert imports.unlike_origin(before, origin()) == "my_routers"
+    with pytest.raises(RunError, match="out: my_routers is not what it was when router 'mine' was trained"):
+        imports.check_origin("out", before, "mine")
+    imports.check_origin("out", {"my_routers": "my_routers 1.0"}, "mine")
+    with pytest.raises(RunError, match="my_routers is not what it was"):
+        imports.check_origin("out", {"my_routers": "my_routers 0.9"}, "mine")
+    imports._origin.cache_clear()
 
 
 def test_a_run_of_somebody_else_imports_nothing(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from pointsman_lab.runs.paths import slug
 from pointsman_lab.runs.record import label
 
 SOURCE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}\.py")
+CODE = ", SHA-256 "  # between a package's version and the sum of its router's code
 _IMPORTED: dict[str, str] = {}  # the content of each file that this process has imported -> its path
 _NAMED: dict[Path, str] = {}  # what `remember` was told in this process, which may have no cache folder to write to
 
@@ -188,7 +189,7 @@ def left_out(where: object, origin: Mapping[str, str], sources: Mapping[str, str
         raise RunError(
             f"{where}: {changed} has changed since its router was trained; only what it was then may go along"
         )
-    return [name if name.endswith(".py") else version for name, version in left.items()]
+    return [name if name.endswith(".py") else value.partition(CODE)[0] for name, value in left.items()]
 
 
 def names_in(router: str) -> list[str]:
@@ -197,7 +198,9 @@ def names_in(router: str) -> list[str]:
 
 
 def origin_of(router: Any) -> dict[str, str]:
-    """Where a router setting's parts come from that are not pointsman's: file -> SHA-256, package -> "name version"."""
+    """Where a router setting's parts come from that are not pointsman's: file -> SHA-256, package -> "name version" and
+    the sum of the module and of what it imports of its package, which is edited where it is installed with `pip -e`.
+    """
     from pointsman.routers.frame.registry import MIXERS, ROUTERS
 
     entries = [(ROUTERS | MIXERS).get(name) for name in names_in(label(router))]
@@ -212,13 +215,22 @@ def origin_of(router: Any) -> dict[str, str]:
 
 def check_origin(where: object, before: Mapping[str, str] | None, router: Any) -> None:
     """RunError where a router is not the one of the run, row or exam at `where`, whose `origin_of` was `before`."""
-    here = origin_of(router)
-    if before and here and (changed := {*before.values()} ^ {*here.values()}):
-        name = next(one for one, value in [*before.items(), *here.items()] if value in changed)
+    if name := unlike_origin(before or {}, origin_of(router)):
         raise RunError(
             f"{where}: {name} is not what it was when router {label(router)!r} was trained: bring it back as it was, "
             "or train in another --out"
         )
+
+
+def unlike_origin(one: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """What differs between two of `origin_of`; "" if nothing does, or one is empty. Runs of before had no sum of a
+    package: there its version counts.
+    """
+    sides = [*one.items(), *other.items()]
+    if any(not name.endswith(".py") and CODE not in value for name, value in sides):
+        sides = [(name, value.partition(CODE)[0]) for name, value in sides]
+    first, second = ({value for _, value in side} for side in (sides[: len(one)], sides[len(one) :]))
+    return next((name for name, value in sides if value in first ^ second), "") if one and other else ""
 
 
 @cache
@@ -231,16 +243,22 @@ def _origin(module: ModuleType) -> dict[str, str]:
     packages = [point.dist.name for point in points if point.dist is not None]
     if not packages and not top.startswith("pointsman_import_"):
         packages = metadata.packages_distributions().get(top, [])
-    if packages:
-        return {packages[0]: f"{packages[0]} {metadata.version(packages[0])}"}
     file = Path(getattr(module, "__file__", None) or "")  # a notebook and an interactive session have none
+    if packages:
+        first = Path(getattr(sys.modules.get(top), "__file__", None) or "")
+        inside = first.parent if first.name == "__init__.py" else file
+        code = CODE + _sum("".join(map(_sum, _contents(file, inside).values())).encode()) if file.is_file() else ""
+        return {packages[0]: f"{packages[0]} {metadata.version(packages[0])}{code}"}
     if top in ("__main__", "__mp_main__"):  # a script is more than its router
         return {}
     return {name: _sum(content) for name, content in _contents(file).items()} if file.is_file() else {}
 
 
-def local_files(file: Path) -> list[Path]:
-    """A Python file and, without running any, the modules beside it that it imports, and those that these import."""
+def local_files(file: Path, package: Path | None = None) -> list[Path]:
+    """A Python file and, without running any, the modules beside it that it imports, and those that these import; of a
+    package's file those in the package's folder.
+    """
+    folder, inside = (package.parent, package) if package else (file.parent, file.parent)
     found: list[Path] = []
     todo = [file]
     while todo:
@@ -249,9 +267,9 @@ def local_files(file: Path) -> list[Path]:
             continue
         found.append(one)
         with contextlib.suppress(SyntaxError, ValueError, RecursionError):
-            for place in _imported_places(ast.parse(read_ordinary(one)), one.parent, file.parent):
+            for place in _imported_places(ast.parse(read_ordinary(one)), one.parent, folder):
                 near = (place.with_name(f"{place.name}.py"), place / "__init__.py")
-                todo += [each for each in near if each.is_relative_to(file.parent) and each.is_file()]
+                todo += [each for each in near if each.is_relative_to(inside) and each.is_file()]
     return found
 
 
@@ -268,8 +286,9 @@ def _imported_places(tree: ast.AST, package: Path, folder: Path) -> Iterator[Pat
                 yield from (base.joinpath(*parts[:end]) for end in range(1, len(parts) + 1))
 
 
-def _contents(file: Path) -> dict[str, bytes]:
-    return {one.relative_to(file.parent).as_posix(): read_ordinary(one) for one in local_files(file)}
+def _contents(file: Path, package: Path | None = None) -> dict[str, bytes]:
+    folder = package or file.parent
+    return {one.relative_to(folder).as_posix(): read_ordinary(one) for one in local_files(file, package)}
 
 
 def _sum(content: bytes) -> str:

@@ -28,7 +28,14 @@ from pointsman_lab.progress import Progress, Quiet, Stop
 from pointsman_lab.registry import OLDEST, family
 from pointsman_lab.runs.compact import restore
 from pointsman_lab.runs.comparison import Comparison, read_comparison, read_plan, required_plan, write_node, write_plan
-from pointsman_lab.runs.imports import check_imported, check_origin, import_named, named_before, origin_of
+from pointsman_lab.runs.imports import (
+    check_imported,
+    check_origin,
+    import_named,
+    named_before,
+    origin_of,
+    unlike_origin,
+)
 from pointsman_lab.runs.paths import COMPARISON, EVALUATION, run_path
 from pointsman_lab.training.commands import whole_commands
 from pointsman_lab.training.config import RunConfig
@@ -228,8 +235,8 @@ def check_runs(out: Path) -> Comparison:
         for key in (key for key in wanted if key in has and key not in free):
             if wanted[key] != has[key]:
                 raise RunError(f"{run.path}: {key} is {has[key]!r} there, {wanted[key]!r} in the comparison")
-        origin = run.environment.get("origin")
-        if origin and {*origins.setdefault(router, origin).values()} != {*origin.values()}:
+        origin = run.environment.get("origin") or {}
+        if origin and unlike_origin(origins.setdefault(router, origin), origin):
             raise RunError(f"{run.path}: {', '.join(origin)}: not what it was for the other seeds of {router!r}")
     return comparison
 
