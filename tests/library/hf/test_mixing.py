@@ -51,6 +51,16 @@ def test_strength_zero_is_the_original(five: str, spec: str) -> None:
     assert not torch.allclose(logits(strengthen(model)), before, atol=1e-5)
 
 
+def test_texts_packed_in_one_row_are_refused() -> None:
+    """The class's attention separates them, a mixer would not."""
+    model, places = mixed("mixtral", "smoe+similarity").train(), torch.cat([torch.arange(5), torch.arange(3)])[None]
+    row = IDS[:1, :8]
+    with pytest.raises(ValueError, match="mix the texts of a packed row"):
+        model(row, position_ids=places, use_cache=False)
+    whole = model(row, use_cache=False).logits
+    assert torch.equal(model(row, position_ids=torch.arange(8)[None], use_cache=False).logits, whole)
+
+
 @pytest.mark.parametrize("carry", [None, {}, lambda probs: {"mean": probs.mean(1, keepdim=True)}])
 def test_a_mixer_without_a_state_works_with_a_cache(carry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Sharper(Mixer):

@@ -34,12 +34,11 @@ class ForwardState:
         self.cache: Any = None
         self.fresh: dict[int, RouterState] = {}
         self.attention: dict[int, Any] = {}
-        self.pending = 0
         self.handles: list[RemovableHandle] = []
         self.traced: list[nn.Module] = []
         self.model: Any = None
         self.implementation: str | None = None
-        self.recomputed = False
+        self.pending, self.recomputed = 0, False
 
     def attach(self, model: nn.Module) -> None:
         """Registers the hooks on the model, once."""
@@ -60,8 +59,7 @@ class ForwardState:
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = {**dict(zip(names_of(model), args, strict=False)), **kwargs}
-        tokens = given.get("input_ids")
-        hidden = tokens if tokens is not None else given.get("inputs_embeds")
+        hidden = next((given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None), None)
         if hidden is None:
             raise ValueError("a mixing router needs input_ids or inputs_embeds, for the shape of the batch")
         self.shape, self.tokens = (hidden.shape[0], hidden.shape[1]), hidden.shape[1]
@@ -69,9 +67,12 @@ class ForwardState:
         self.fresh = {}
         if self.cache is not None:
             self._check_cache()
-        mask = given.get("attention_mask")
+        mask, places = given.get("attention_mask"), given.get("position_ids")
         if mask is not None and getattr(mask, "ndim", 0) != 2:
             raise ValueError("a mixing router needs an attention mask of two dimensions, [B, T]")
+        alone = mask is None and self.cache is None and getattr(places, "ndim", 0) == 2 and not exporting()
+        if alone and bool((given["position_ids"].diff() != 1).any()):
+            raise ValueError("a mixing router would mix the texts of a packed row (position_ids begin anew): pad them")
         real = real_tokens(mask, hidden.shape[0] * hidden.shape[1])
         whole = real is None or (not exporting() and bool(real.all()))
         self.padding = None if whole else real
@@ -98,8 +99,7 @@ class ForwardState:
                                  "is not [B, S, ...] of S tokens")  # fmt: skip
 
     def _carries(self) -> dict[int, RouterState]:
-        found: dict[int, RouterState] = getattr(self.cache, CARRIES, {}).get(self, {})
-        return found
+        return getattr(self.cache, CARRIES, {}).get(self, {})  # type: ignore[no-any-return]
 
     def context(self, gate: Any, hidden: Tensor) -> tuple[Tensor, RoutingContext]:
         """The gate's input as [B, T, dim], and its router's context."""
