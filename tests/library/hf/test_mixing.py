@@ -340,6 +340,14 @@ def test_an_adapter_on_the_output_projection_is_refused() -> None:
         model(IDS)
 
 
+def test_an_output_projection_whose_weight_is_computed_is_read_as_it_is() -> None:
+    model = mixed("mixtral", "smoe+attention")
+    expected = logits(model)
+    for layer in model.model.layers:
+        torch.nn.utils.parametrizations.weight_norm(layer.self_attn.o_proj)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_materialize_of_a_mixer() -> None:
     model = mixed("mixtral", "smoe+attention")
     with pytest.raises(ValueError, match=r"layers\.0.*mixer"):

@@ -88,7 +88,7 @@ class Tracer:
         self.kept = None
         result = output[0] if isinstance(output, tuple) else output
         heads, width = query.shape[1], value.shape[-1]
-        weight = self.projection.get_parameter("weight")
+        weight: Any = self.projection.weight  # also one that is computed, as by weight_norm
         if weight.dtype.itemsize < 2 or all(one is not self.projection for one in module.children()):
             raise ValueError("attention-informed routing reads the output projection's own weight: an adapter or "
                              "quantised numbers are not in that; merge the adapter, or leave it out")  # fmt: skip
