@@ -278,6 +278,8 @@ def test_what_the_track_will_refuse_is_told_when_it_is_submitted(
     assert unlike_track({"cells": cells}) == ""
     cells["zipf"]["runs"]["8"] = {}
     assert unlike_track({"cells": cells}) == "9 seeds, not 8"
+    cells["zipf"]["runs"] = {**cells["ids"]["runs"], "3": {"value": None}}
+    assert unlike_track({"cells": cells}) == "zipf, seed 3, diverged"
 
 
 def test_what_is_no_row_of_an_exam_is_not_submitted(examined: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,6 +51,8 @@ def unlike_track(entry: Mapping[str, Any]) -> str:
     left = [name for name, task in TASKS.items() if task.known and name not in entry["cells"]]
     counts = sorted({len(cell["runs"]) for cell in entry["cells"].values()} - {SEEDS})
     parts = [*([f"it lacks {', '.join(left)}"] if left else []), *(f"{one} seeds, not {SEEDS}" for one in counts)]
+    parts += [f"{task}, seed {seed}, diverged" for task, cell in entry["cells"].items()
+              for seed, run in cell["runs"].items() if run.get("value", 0) is None]  # fmt: skip
     return "; ".join(parts)
 
 
