@@ -503,6 +503,15 @@ def test_a_row_is_of_one_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         del sys.modules[module]
 
 
+def test_where_a_router_crashed_is_told(short: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ROUTERS, "mine", ROUTERS["smoe"])
+    monkeypatch.setattr(cells_module, "run", lambda *given: [][1])
+    with pytest.raises(IndexError) as crashed:
+        fill(short, "mine", 1, tmp_path, never, lambda _: None)
+    told = "on the exam's task clusters: mine, seed 1000; every run that ended is kept"
+    assert crashed.value.__notes__ == [told]
+
+
 def test_of_a_cell_that_is_begun_again_the_record_is_shown_until_it_is_whole(
     short: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,9 @@ def fill(
         except ValueError as error:
             task.world(0)  # raises where the task's data is missing, which is no fault of the row
             raise _RefusedError(" ".join(str(error).split())) from None
+        except Exception as error:
+            error.add_note(f"on the exam's task {task.name}: {spec}, seed {seed}; every run that ended is kept")
+            raise
 
     def value(spec: str, rate: float, seed: int) -> float:
         for one in cell["tried"]:
