@@ -68,12 +68,15 @@ SPECS = {
     "hunyuan_v1_moe": PLAIN,
     "hy_v3": "loss-free:scale=2.826",
     "hy_v4": GROUPS + ":scale=2.827",
+    "hy_v4_vl": GROUPS + ":scale=2.827",
     "inkling2": "loss-free:scale=8",
+    "inkling2_loop": "loss-free:scale=8",
     "jamba": SHARE,
     "jetmoe": PLAIN,
     "kimi_linear": GROUPS + ":scale=2.446",
     "kolibri1": "loss-free:biased=logits",
     "laguna": BIASED,
+    "lara_mini": "smoe:bias=false",
     "lfm2_moe": BIASED,
     "llama4": "smoe:gate=sigmoid:bias=false:renormalize=false:weigh=input",
     "longcat_flash": SOFT + ":nulls=256:kind=copy:renormalize=false:scale=6",
@@ -117,7 +120,7 @@ def with_bias(gate: Gate) -> None:
 
 
 def test_every_class_is_here() -> None:
-    if transformers.__version__ == "5.23.0":
+    if transformers.__version__ == "5.24.0":
         assert sorted([*SPECS, *NONE, *NO_GATE]) == sorted(zoo.moe_modules())
 
 

@@ -1,7 +1,7 @@
 """compress: a Hugging Face MoE with fewer experts, verified on held-out text beside random prunings of the same size.
 
 The result is the class's own model with a smaller number of experts in its configuration: transformers alone loads it.
-No class of transformers 5.23 builds layers of different numbers; `uneven` brings a file of code for those.
+No class of transformers 5.24 builds layers of different numbers; `uneven` brings a file of code for those.
 """
 
 from __future__ import annotations

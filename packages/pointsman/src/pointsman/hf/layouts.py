@@ -206,7 +206,7 @@ LAYOUTS = {
     ),
     "NllbMoeTop2Router": Layout(
         "softmax", _read_nllb, _write_nllb, 1, fixed_k=2,
-        note="NllbMoeSparseMLP of transformers 5.23 runs experts 0 and 1 alone: its experts read the mask of first "
+        note="NllbMoeSparseMLP of transformers 5.24 runs experts 0 and 1 alone: its experts read the mask of first "
         "choices as an index. The figures are of what its router chose",
     ),
 }  # fmt: skip

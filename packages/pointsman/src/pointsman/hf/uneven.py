@@ -1,4 +1,4 @@
-"""Mixtures of experts whose layers differ in their number of experts, which no class of transformers 5.23 builds.
+"""Mixtures of experts whose layers differ in their number of experts, which no class of transformers 5.24 builds.
 
 `save_pretrained` puts this file beside the weights, so it imports nothing but transformers:
 `from_pretrained(folder, trust_remote_code=True)` builds the model without pointsman. The configuration's
