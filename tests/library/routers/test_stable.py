@@ -169,8 +169,8 @@ def test_stage_one_chooses_as_greedy_base() -> None:
 
 
 def trained_under_ddp() -> list[Tensor]:
-    """The light router after each of four steps. DistributedDataParallel is gone before its process group is: freed
-    after it, it waits for gloo's thread while that thread waits for it, now and then and for ever (torch 2.13)."""
+    """The light router after each of four steps. The DistributedDataParallel module ends with this function: one that
+    is freed after its process group waits for a thread of gloo for ever, now and then (torch 2.13)."""
     layer = MoE(5, 4, EXPERTS, router="stable:stage_one=2", vocab_size=64)
     parallel = nn.parallel.DistributedDataParallel(layer)
     optimizer, light = torch.optim.AdamW(layer.parameters(), lr=0.05, weight_decay=0.5), layer.router.score.light

@@ -198,8 +198,8 @@ def names_in(router: str) -> list[str]:
 
 
 def origin_of(router: Any) -> dict[str, str]:
-    """Where a router setting's parts come from that are not pointsman's: file -> SHA-256, package -> "name version" and
-    the sum of the module and of what it imports of its package, which is edited where it is installed with `pip -e`.
+    """Where a router setting's parts come from that are not pointsman's: file -> SHA-256; package -> "name version" and
+    the SHA-256 of the router's module and of what that imports of the package, as `pip install -e` keeps the version.
     """
     from pointsman.routers.frame.registry import MIXERS, ROUTERS
 
@@ -223,14 +223,16 @@ def check_origin(where: object, before: Mapping[str, str] | None, router: Any) -
 
 
 def unlike_origin(one: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """What differs between two of `origin_of`; "" if nothing does, or one is empty. Runs of before had no sum of a
-    package: there its version counts.
+    """The name of what differs between two of `origin_of`; "" if nothing does, or one is empty.
+
+    Runs of earlier versions have no sum of a package's code; with one of these the package's version alone counts.
     """
-    sides = [*one.items(), *other.items()]
-    if any(not name.endswith(".py") and CODE not in value for name, value in sides):
-        sides = [(name, value.partition(CODE)[0]) for name, value in sides]
-    first, second = ({value for _, value in side} for side in (sides[: len(one)], sides[len(one) :]))
-    return next((name for name, value in sides if value in first ^ second), "") if one and other else ""
+    whole = all(name.endswith(".py") or CODE in value for of in (one, other) for name, value in of.items())
+    first, second = (
+        {value if whole else value.partition(CODE)[0]: name for name, value in of.items()} for of in (one, other)
+    )
+    differing = (name for value, name in (first | second).items() if (value in first) != (value in second))
+    return next(differing, "") if one and other else ""
 
 
 @cache
@@ -255,8 +257,10 @@ def _origin(module: ModuleType) -> dict[str, str]:
 
 
 def local_files(file: Path, package: Path | None = None) -> list[Path]:
-    """A Python file and, without running any, the modules beside it that it imports, and those that these import; of a
-    package's file those in the package's folder.
+    """A Python file and, without running any, the modules beside it that it imports, and those that these import.
+
+    Args:
+        package: the folder of the package that the file is of; then the modules are those in this folder.
     """
     folder, inside = (package.parent, package) if package else (file.parent, file.parent)
     found: list[Path] = []

@@ -58,25 +58,27 @@ class RobustTable(Forms):
     Attributes:
         name: of its files and of the records: `robust-c`.
         kind: a key of `TITLES`.
-        grids: one for each k, the first of the records' first.
-        cells: k -> router -> the figures of its grid over seeds. costs: router -> what a token costs.
+        cells: k -> router -> its figures over seeds, the records' first k first.
+        costs: router -> what a token costs.
         by_corruption: accuracy of every router at each corruption; only of kind c.
-        top_k: the k of the first grid.
         protocol: one line.
     """
 
     name: str
     kind: str
-    grids: Sequence[Grid]
     cells: Mapping[int, Mapping[str, Mapping[str, Cell]]]
     costs: Mapping[str, Mapping[str, int]]
     by_corruption: Grid | None
-    top_k: int
     protocol: str
 
     @property
     def head(self) -> str:
         return f"{TITLES[self.kind]}. {NOTES[self.kind]} {self.protocol}"
+
+    @property
+    def grids(self) -> list[Grid]:
+        """One for each k."""
+        return [_grid(of, self.costs, k) for k, of in self.cells.items()]
 
     def shown_grids(self) -> list[Grid]:
         return [*self.grids, *([self.by_corruption] if self.by_corruption else [])]
@@ -124,7 +126,6 @@ def table_of(rows: Sequence[str], name: str, runs: Runs, seeds: Sequence[int] = 
     values = sorted(set(asked), key=lambda k: (k != asked[0], k))  # a model without routers has one k: its figures
     cells = {k: _cells(kind, runs, routers, k) for k in values}
     costs = {router: record["cost"] for (router, _), record in runs.items() if record["cost"]}
-    grids = [_grid(of, costs, k) for k, of in cells.items()]
     every = [{**record["protocol"], **_shift(record)} for record in runs.values()]
     shared = set.intersection(*map(set, every)) - {"top_k"}  # records of earlier versions lack some
     words = protocol_line(every[0]) + unlike([{key: one[key] for key in shared} for one in every])
@@ -132,7 +133,7 @@ def table_of(rows: Sequence[str], name: str, runs: Runs, seeds: Sequence[int] = 
     missing = "; ".join(f"{row}: seeds {', '.join(lack)}" for row, lack in lacking.items() if lack)
     words += f". Missing: {missing}" if missing else ""
     by_corruption = _by_corruption(runs, routers, values[0]) if kind == "c" else None
-    return RobustTable(name, kind, grids, cells, costs, by_corruption, values[0], words)
+    return RobustTable(name, kind, cells, costs, by_corruption, words)
 
 
 def _shift(record: Record) -> dict[str, Any]:
@@ -170,7 +171,7 @@ def figures(kind: str, record: Record, k: int) -> dict[str, float | None]:
             "shared experts": _layers("iou", rows), "first expert moved": _layers("top1", rows),
         }  # fmt: skip
     made_from = record.get("asked", {}).get("from", {})
-    if kind == "hard" and made_from.get("path") == made_from.get("weights", NONE):  # the reference itself
+    if kind == "hard" and made_from.get("path") == made_from.get("weights", NONE):  # RUN's weights are this run's own
         return {"clean": clean, "accuracy": None, "gap": None}
     return {"clean": clean, "accuracy": finite(first.get("value")), "gap": finite(first.get("gap"))}
 

@@ -67,11 +67,12 @@ class ForwardState:
         self.fresh = {}
         if self.cache is not None:
             self._check_cache()
-        mask, places = given.get("attention_mask"), given.get("position_ids")
+        mask: Any = given.get("attention_mask")
+        places: Any = given.get("position_ids")
         if mask is not None and getattr(mask, "ndim", 0) != 2:
             raise ValueError("a mixing router needs an attention mask of two dimensions, [B, T]")
-        alone = mask is None and self.cache is None and getattr(places, "ndim", 0) == 2 and not exporting()
-        if alone and bool((given["position_ids"].diff() != 1).any()):
+        may_pack = mask is None and self.cache is None and places is not None and not exporting()
+        if may_pack and places.ndim == 2 and bool((places.diff() != 1).any()):
             raise ValueError("a mixing router would mix the texts of a packed row (position_ids begin anew): pad them")
         real = real_tokens(mask, hidden.shape[0] * hidden.shape[1])
         whole = real is None or (not exporting() and bool(real.all()))
