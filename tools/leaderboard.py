@@ -1,6 +1,6 @@
-"""The leaderboard: checks entries that `pointsman submit` wrote, by training one seed again, and makes the page.
+"""The leaderboard: checks entries that `pointsman submit` wrote, by training seeds again, and makes the page.
 
-python -m tools.leaderboard check ENTRY     # of leaderboard/TRACK: the rules, then seed 0 again; needs the track's data
+python -m tools.leaderboard check ENTRY     # of leaderboard/TRACK: the rules, then seeds again; needs the track's data
 python -m tools.leaderboard page            # docs/leaderboard.md
 
 An entry brings code: check it where there are no secrets. The same bits are asked for on a machine of the same kind
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import random
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -33,6 +34,7 @@ from pointsman_lab.exam.entry import consistent
 from pointsman_lab.exam.exam import record
 from pointsman_lab.exam.run import run as examined
 from pointsman_lab.exam.scores import QUICK, TASKS, scores
+from pointsman_lab.exam.student import ROWS
 from pointsman_lab.models.config import build_model
 from pointsman_lab.models.cost import inference_flops
 from pointsman_lab.report.cell import Cell, squared_variation
@@ -72,7 +74,9 @@ def opened(file: Path, rules: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def follow_exam(entry: Mapping[str, Any], rules: Mapping[str, Any], where: str) -> None:
-    """RunError where an entry of the exam breaks a rule, contradicts itself, or has a run that diverged."""
+    """RunError where an entry of the exam breaks a rule, is of no router, or has a run that diverged."""
+    if entry["router"] in ROWS:
+        raise RunError(f"{where}: {entry['router']!r} is a row to compare with, and no router")
     if entry["version"] != VERSION or set(entry["cells"]) != set(rules["tasks"]):
         raise RunError(
             f"{where}: the track has version {VERSION} of the exam and the tasks {', '.join(rules['tasks'])}"
@@ -84,28 +88,39 @@ def follow_exam(entry: Mapping[str, Any], rules: Mapping[str, Any], where: str) 
         for seed, one in cell["runs"].items():
             if one["value"] is None:
                 raise RunError(f"{where}, {task}, seed {seed}: it diverged; a row with such a run has no score")
-    consistent(entry, where)
+    if not entry["sources"]:  # else its router is known in `examined_again`
+        consistent(entry, where)
 
 
-def examined_again(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Task -> seed 0 trained again as the entry chose, from its sources alone."""
+def examined_again(entry: Mapping[str, Any], folder: Path, where: str) -> dict[tuple[str, str], Any]:
+    """(task, seed) -> the run trained again as the entry chose, from its sources alone: seed 0, and one that the
+    entry's checksum picks. RunError where the entry contradicts itself.
+    """
     imported(entry["sources"], folder)
-    chosen = {task: cell["chosen"] for task, cell in entry["cells"].items()}
-    return {task: examined(TASKS[task], one["spec"], 0, one["rate"], lambda: None) for task, one in chosen.items()}
+    consistent(entry, where)
+    found: dict[tuple[str, str], Any] = {}
+    for task, cell in entry["cells"].items():
+        for seed in {0, random.Random(f"{entry['sha256']} {task}").randrange(len(cell["runs"]))}:
+            found[task, str(seed)] = examined(TASKS[task], cell["chosen"]["spec"], seed, cell["chosen"]["rate"])
+    return found
 
 
-def compared_exam(entry: Mapping[str, Any], ours: Mapping[str, Any], tolerance: float, where: str) -> str:
+def compared_exam(entry: Mapping[str, Any], ours: Mapping[tuple[str, str], Any], tolerance: float, where: str) -> str:
     """What was found; RunError where curves begin otherwise, or the mean score is not that of the training again."""
-    means = []
-    for runs in (ours, {task: cell["runs"]["0"] for task, cell in entry["cells"].items()}):
-        means.append(fmean(mean_score(task, entry["router"], {"0": of}) for task, of in runs.items()))
-    for task, again in ours.items():
-        (_, theirs), (_, own) = entry["cells"][task]["runs"]["0"].get("curve", [[0, None]])[0], again["curve"][0]
-        if theirs is None or not math.isclose(theirs, own, rel_tol=FIRST_POINT):
-            raise RunError(f"{where}, {task}: its curve begins with {theirs}, trained again {own:.4g}")
-    if abs(means[0] - means[1]) > tolerance:
-        raise RunError(f"{where}: a mean score of {means[1]:.3f}, trained again {means[0]:.3f}")
-    return f"a mean score of {means[1]:.3f}, trained again {means[0]:.3f} (tolerance {tolerance:g})"
+    theirs = {(task, seed): entry["cells"][task]["runs"][seed] for task, seed in ours}
+    for (task, seed), again in ours.items():
+        if seed != "0" and "curve" not in theirs[task, seed]:
+            continue  # the record keeps that of seed 0
+        first, own = (run["curve"][0][-1] if run.get("curve") else None for run in (theirs[task, seed], again))
+        if first is None or own is None or not math.isclose(first, own, rel_tol=FIRST_POINT):
+            raise RunError(f"{where}, {task}, seed {seed}: its curve begins with {first}, trained again {own}")
+    told, found = (
+        fmean(mean_score(task, entry["router"], {seed: run}) for (task, seed), run in runs.items())
+        for runs in (theirs, ours)
+    )
+    if abs(told - found) > tolerance:
+        raise RunError(f"{where}: of {len(ours)} runs a mean score of {told:.3f}, trained again {found:.3f}")
+    return f"of {len(ours)} runs a mean score of {told:.3f}, trained again {found:.3f} (tolerance {tolerance:g})"
 
 
 def mean_score(task: str, router: str, runs: Mapping[str, Any]) -> float:
@@ -197,15 +212,15 @@ def compared(theirs: Mapping[str, Any], ours: Mapping[str, Any], tolerance: floa
 
 
 def check(file: Path, seed: int = 0) -> str:
-    """Checks one entry; of the exam seed 0."""
+    """Checks one entry; of the exam the seeds of `examined_again`."""
     rules = rules_of(file)
     entry, exam = opened(file, rules), "tasks" in rules
     (follow_exam if exam else follow)(entry, rules, str(file))
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, context) as alone:
         if exam:
-            again = alone.submit(examined_again, entry, Path(folder)).result()
-            return compared_exam(entry, again, rules["tolerance"], f"{file}, seed 0")
+            again = alone.submit(examined_again, entry, Path(folder), str(file)).result()
+            return compared_exam(entry, again, rules["tolerance"], str(file))
         ours = alone.submit(trained_again, entry, seed, Path(folder)).result()
     return compared(entry["runs"][str(seed)], ours, rules["tolerance"], f"{file}, seed {seed}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,26 @@ from typing import Any
 import pytest
 
 from pointsman._errors import RunError
+from pointsman.routers.frame.registry import ROUTERS
 from pointsman_lab._grid import Grid
 from pointsman_lab.cli.main import main
 from pointsman_lab.exam.entry import unlike_track
+from pointsman_lab.runs import imports
 from pointsman_lab.runs.sharing import digest, read_entry, signed
 from tests.lab.cli.test_compare import SMALL, TEXT
-from tools.leaderboard import ROOT, called, check, compared, follow, page, row_of
+from tools import leaderboard
+from tools.leaderboard import (
+    ROOT,
+    called,
+    check,
+    compared,
+    compared_exam,
+    examined_again,
+    follow,
+    follow_exam,
+    page,
+    row_of,
+)  # fmt: skip
 
 ROUTER = """
 import torch
@@ -259,6 +274,7 @@ def test_an_entry_of_the_exam_is_trained_again(examined: Path) -> None:
         (lambda entry: entry["cells"].update(zipf=cell_of(entry)), True, "the tasks clusters"),
         (lambda entry: cell_of(entry)["runs"]["0"]["curve"][0].__setitem__(1, 0.001), True, "its curve begins with"),
         (lambda entry: entry.update(name="other"), False, "its SHA-256 differs"),
+        (lambda entry: entry.update(router="oracle"), True, "'oracle' is a row to compare with, and no router"),
     ],
 )
 def test_a_changed_entry_of_the_exam_is_refused(
@@ -266,6 +282,47 @@ def test_a_changed_entry_of_the_exam_is_refused(
 ) -> None:
     with pytest.raises(RunError, match=message):
         check(changed(examined, tmp_path, change, anew))
+
+
+def test_an_entry_of_the_exam_brings_its_router(
+    examined: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else registers it; of each task seed 0 is trained again and one that the checksum picks."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(imports, "_IMPORTED", {})
+    monkeypatch.setitem(ROUTERS, "of-a-stranger", ROUTERS["smoe"])
+    del ROUTERS["of-a-stranger"]
+    monkeypatch.setattr(leaderboard, "examined", lambda task, spec, seed, rate: {"value": 0.1, "curve": [[40, 0.5]]})
+    entry = json.loads(examined.read_text())
+    cells = json.loads(json.dumps(entry["cells"]).replace('"smoe"', '"of-a-stranger"'))
+    entry.update(router="of-a-stranger", cells=cells, sources={"stranger.py": ROUTER})
+    follow_exam(entry, json.loads((examined.parent / "track.json").read_text()), "mine")
+    picked = set()
+    for digit in "0123":
+        found = examined_again({**entry, "sha256": digit}, tmp_path, "mine")
+        assert ("clusters", "0") in found
+        picked |= {seed for _, seed in found}
+    assert len(picked) > 2
+    for module in [name for name in sys.modules if name.startswith("pointsman_import_")]:
+        del sys.modules[module]
+
+
+@pytest.mark.parametrize(
+    ("seed", "change", "message"),
+    [
+        ("0", {"curve": []}, "seed 0: its curve begins with None"),
+        ("5", {"curve": [[40, 0.001]]}, "seed 5: its curve begins with 0.001"),
+        ("5", {"value": -1.0}, r"of 2 runs a mean score of 2\.\d+, trained again 0\."),
+    ],
+)
+def test_made_up_runs_of_the_exam_are_found(examined: Path, seed: str, change: dict[str, Any], message: str) -> None:
+    entry = json.loads(examined.read_text())
+    ours = {("clusters", one): copy.deepcopy(cell_of(entry)["runs"][one]) for one in ("0", "5")}
+    ours["clusters", "5"]["curve"] = ours["clusters", "0"]["curve"]
+    assert compared_exam(entry, ours, 0.1, "mine").startswith("of 2 runs a mean score of 0.")
+    cell_of(entry)["runs"][seed].update(change)
+    with pytest.raises(RunError, match=message):
+        compared_exam(entry, ours, 0.1, "mine")
 
 
 def test_what_the_track_will_refuse_is_told_when_it_is_submitted(
@@ -285,6 +342,8 @@ def test_what_the_track_will_refuse_is_told_when_it_is_submitted(
 def test_what_is_no_row_of_an_exam_is_not_submitted(examined: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", str(examined.parents[1] / "exam"), "--router", "smoee"]) == 2
     assert "did you mean 'smoe'" in capsys.readouterr().err
+    assert main(["submit", str(examined.parents[1] / "exam"), "--router", "oracle"]) == 2
+    assert "has no router 'oracle': allowed: hash, smoe, thor" in capsys.readouterr().err
 
 
 def test_a_name_is_a_name_on_the_page() -> None:

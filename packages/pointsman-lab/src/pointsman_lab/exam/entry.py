@@ -13,6 +13,7 @@ from pointsman_lab._shapes import SHAPES
 from pointsman_lab.exam.cell import VERSION, chosen, is_whole
 from pointsman_lab.exam.exam import PLAN, SEEDS, collect, plan_in
 from pointsman_lab.exam.scores import TASKS
+from pointsman_lab.exam.student import ROWS
 from pointsman_lab.runs.sharing import ENTRY_FORMAT, entry_sources, signed
 
 CELL = {"tried!": [[str | float | int | None]], "chosen!": {"spec!": str, "rate!": float},
@@ -24,8 +25,9 @@ SHAPE: dict[str, Any] = {"format!": int, "name!": str, "router!": str, "version!
 def exam_entry(folder: Path, router: str, name: str) -> dict[str, Any]:
     """The entry of one row of an exam's directory: of the tasks whose best routing is known."""
     plan = plan_in(folder)
-    if router not in plan.rows:
-        raise RunError(f"{folder} has no row {router!r}: {did_you_mean(router, plan.rows)}")
+    routers = [row for row in plan.rows if row not in ROWS]
+    if router not in routers:
+        raise RunError(f"{folder} has no router {router!r}: {did_you_mean(router, routers)}")
     known = [task for task in plan.tasks if TASKS[task].known]
     cells = {task: cell for (task, row), cell in collect(plan, folder).items() if row == router and task in known}
     for task in known:
