@@ -240,6 +240,30 @@ def test_a_row_with_a_run_that_diverged_has_no_score() -> None:
     assert run(TASKS["clusters"], "plain", 0, 1e30)["value"] is None
 
 
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError])
+@pytest.mark.parametrize("factor", [1.0, float("nan")])
+def test_a_router_that_raises_at_a_nan_has_diverged(
+    short: Task, monkeypatch: pytest.MonkeyPatch, kind: type[Exception], factor: float
+) -> None:
+    steps, real = 0, run_module.objective
+
+    def objective(*given: Any) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        loss = real(*given) * (factor if steps > 3 else 1.0)
+        if steps > 3:
+            raise kind("found invalid values")
+        return loss
+
+    monkeypatch.setattr(run_module, "objective", objective)
+    if factor == 1:
+        with pytest.raises(kind, match="invalid"):
+            run(short, "smoe", 0, 1e-3)
+        return
+    found = run(short, "smoe", 0, 1e-3)
+    assert (found["value"], [step for step, _ in found["curve"]]) == (None, [2])
+
+
 def test_a_router_that_needs_an_attention_trace_gets_it_where_there_is_attention(short: Task) -> None:
     assert Student(TASKS["sources"], "smoe+attention", 0)(
         TASKS["sources"].test(TASKS["sources"].world(0), 0, 0.5), None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pointsman import MoE, Routing, add_losses, step_end
 from pointsman.auxiliary import assignment_counts
@@ -98,21 +101,25 @@ def run(task: Task, row: str, seed: int, rate: float, check: Callable[[], None] 
         if step % BLOCK == 0:
             check()
             if not math.isfinite(float(loss.detach())):
-                return {"value": None, "curve": [[at, one] for at, one in curve.items() if math.isfinite(one)]}
+                return diverged(curve)
             block = task.block(world, seed, step)
         if step and step % (task.steps // task.cycles) == 0:
             optimizer.state.clear()  # a training of its own: its first steps move nothing by momentum of before
         for group in groups:
             group["lr"] = group["initial"] * rate_at(task, step)
-        loss = objective(task, student, block.at(step % BLOCK))
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        step_end(student)
-        if (step + 1) % every == 0 and step + 1 < task.steps:
-            curve[step + 1] = judged(task, student, task.test(world, seed, (step + 1) / task.steps), world)[0]
-    test = task.test(world, seed)
-    curve[task.steps], routing = judged(task, student, test, world)
+        try:
+            loss = objective(task, student, block.at(step % BLOCK))
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            step_end(student)
+            if (step + 1) % every == 0 or step + 1 == task.steps:
+                test = task.test(world, seed, (step + 1) / task.steps)
+                curve[step + 1], routing = judged(task, student, test, world)
+        except (ValueError, RuntimeError):
+            if step and makes_nan(task, student, block.at(step % BLOCK)):
+                return diverged(curve)
+            raise
     value = task.judge(curve)
     result: dict[str, Any] = {
         "value": value if math.isfinite(value) else None,
@@ -128,6 +135,30 @@ def run(task: Task, row: str, seed: int, rate: float, check: Callable[[], None] 
             "confusion": counts.tolist(),
         }
     return result
+
+
+def diverged(curve: Mapping[int, float]) -> dict[str, Any]:
+    """The result of a run whose loss is not finite any more."""
+    return {"value": None, "curve": [[at, one] for at, one in curve.items() if math.isfinite(one)]}
+
+
+def makes_nan(task: Task, student: Student, batch: Batch) -> bool:
+    """Whether a step computes a NaN before it ends or raises, as distributions do at a NaN."""
+    seen = _SeesNan()  # type: ignore[no-untyped-call]
+    with seen, suppress(Exception):
+        objective(task, student, batch)
+    return seen.found
+
+
+class _SeesNan(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "empty" not in func.__name__:  # whose memory holds anything
+            made = [one for one in tree_leaves(result) if isinstance(one, Tensor) and one.is_floating_point()]
+            self.found = self.found or any(bool(one.isnan().any()) for one in made)
+        return result
 
 
 def table(first: Tensor, second: Tensor, rows: int, columns: int) -> np.ndarray:
