@@ -133,7 +133,7 @@ def test_what_the_user_can_mend_keeps_its_class(error: Exception, kind: type[Exc
 @pytest.mark.slow
 def test_one_stop_reaches_all(tmp_path: Path) -> None:
     stop = threading.Event()
-    with pytest.raises(Stopped):
+    with pytest.raises(Stopped, match="stopped and saved"):  # what all of them say
         run(["waits", "waits", "never"], tmp_path, stop)
     assert (tmp_path / "saved").exists()
     assert not (tmp_path / "never").exists()

@@ -125,7 +125,7 @@ def _side_by_side(
             worker.end()
     if wrong := [failure for failure in failures if not isinstance(failure, Stopped)]:
         raise wrong[0]
-    if len(failures) == 1:
+    if len(set(map(str, failures))) == 1:
         raise failures[0]
     if stopping:
         raise Stopped("stopped; every run is saved: the same command goes on")
