@@ -64,11 +64,14 @@ def stages() -> list[tuple[Sequence[str], Sequence[str]]]:
 
 def train(folder: Path, known: Path | None) -> None:
     """Does the runs of all stages that are missing in the folder and, if given, in a record's file."""
-    cells = read_record(known) if known else {}
+    cells, crashed = read_record(known) if known else {}, list[str]()
     with Display() as display, stop_on_signals() as stop:
         for rows, names in stages():
             plan = Plan(tuple(rows), tuple(names), SEEDS, again=True)
-            examine(plan, folder, jobs=1, progress=display, ended=lambda: None, stop=stop, known=cells)
+            done = examine(plan, folder, jobs=1, progress=display, ended=lambda: None, stop=stop, known=cells)
+            crashed += done.crashed
+    if crashed:
+        raise RunError(f"a router crashed: {', '.join(crashed)}")
 
 
 def make(folder: Path, page: Path = ROOT / "docs" / "exam" / "index.md") -> None:

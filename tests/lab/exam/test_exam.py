@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -534,6 +535,37 @@ def test_where_a_router_crashed_is_told(short: Task, tmp_path: Path, monkeypatch
         fill(short, "mine", 1, tmp_path, never, lambda _: None)
     told = "on the exam's task clusters: mine, seed 1000; every run that ended is kept"
     assert crashed.value.__notes__ == [told]
+
+
+def test_a_crash_costs_its_cell_alone(
+    short: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def crash(task: Task, row: str, *given: Any) -> dict[str, Any]:
+        return [][1] if row == "smoe" else {"value": 0.1}  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(cells_module, "run", crash)
+    words = ["exam", "smoe,xmoe", "--tasks", "clusters", "--seeds", "1", "--jobs", "1", "--again"]
+    assert main([*words, "--out", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert "IndexError: list index out of range\non the exam's task clusters: smoe, seed 1000" in told
+    assert told.endswith("a router crashed, see above: clusters smoe; the same command tries again\n")
+    assert read_cell(tmp_path, "clusters", "xmoe")["runs"]
+    monkeypatch.setattr(cells_module, "run", lambda *given: {"value": 0.1})
+    assert main([*words, "--out", str(tmp_path)]) == 0
+
+
+def test_what_another_exam_wrote_before_the_folder_was_held_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def later(out: Path) -> Iterator[None]:
+        held = {"version": VERSION, "rows": ["xmoe"], "tasks": ["zipf"], "seeds": 3}
+        write_whole(out / "exam.json", json.dumps(held))
+        yield
+
+    monkeypatch.setattr("pointsman_lab.exam.exam.alone", later)
+    whole = examine(Plan(("oracle",), ("clusters",), 1), tmp_path, jobs=1, progress=Quiet(), ended=never)
+    assert (whole.rows, whole.tasks, whole.seeds) == (("xmoe", "oracle"), ("clusters", "zipf"), 3)
 
 
 def test_of_a_cell_that_is_begun_again_the_record_is_shown_until_it_is_whole(

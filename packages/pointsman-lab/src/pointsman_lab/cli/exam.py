@@ -64,7 +64,12 @@ def run(arguments: Sequence[str]) -> int:
     told = told_card(card, out)
     card.print()
     print(f"\n{told}", file=sys.stderr)
-    return 0
+    if crashed := whole_plan.crashed:
+        print(
+            f"pointsman: a router crashed, see above: {', '.join(crashed)}; the same command tries again",
+            file=sys.stderr,
+        )
+    return int(bool(crashed))
 
 
 def plan_of(values: argparse.Namespace) -> Plan:

@@ -73,8 +73,8 @@ start here: pointsman compare --routers smoe,hyperrouter --data stdlib
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command. Exit codes: 0 done, 1 `verify` or `check` found faults, 2 user error, 130 interrupted,
-    141 nobody reads the output.
+    """Runs one command. Exit codes: 0 done, 1 `verify` or `check` found faults or a router crashed in an exam, 2 user
+    error, 130 interrupted, 141 nobody reads the output.
     """
     ready_streams()
     if STORE in os.environ:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +19,7 @@ from pointsman_lab.exam.cell import VERSION, count, fill, is_whole, read_cell
 from pointsman_lab.exam.scores import TASKS, Cells
 from pointsman_lab.exam.student import ROWS
 from pointsman_lab.exam.task import Task
+from pointsman_lab.processes import out_of_memory
 from pointsman_lab.progress import Progress, Stop, check_stop
 from pointsman_lab.runs.compact import rounded
 from pointsman_lab.runs.imports import check_imported, check_origin, import_named, named_before, origin_of, present
@@ -39,6 +41,7 @@ class Plan:
     seeds: int
     imports: tuple[str, ...] = ()
     again: bool = False
+    crashed: tuple[str, ...] = ()
 
     @property
     def cells(self) -> list[tuple[str, str]]:
@@ -118,7 +121,7 @@ def examine(
     stop: Stop | None = None,
     known: Cells | None = None,
 ) -> Plan:
-    """Trains what is missing; returns the plan of the whole directory.
+    """Trains what is missing; returns the plan of the whole directory, with the cells in which a router crashed.
 
     Args:
         jobs: how many cells at a time, each in one thread; any number gives the same bits.
@@ -133,8 +136,9 @@ def examine(
         if row not in ROWS:
             parse_spec(row)
     check_imported([row for row in plan.rows if row not in ROWS], Task.dim, Task.experts)
-    whole = merged(plan, out)
+    merged(plan, out)  # where it is refused, nothing is written
     with alone(out):
+        whole = merged(plan, out)
         before = read_json(out / PLAN) or {"rows": [], "origins": {}}
         origins = {row: origin for row in plan.rows if (origin := origin_of(row))}
         origins |= before.get("origins", {})
@@ -151,7 +155,8 @@ def examine(
         titles = [f"{number}/{len(todo)} {' '.join(place)}" for number, place in enumerate(todo, 1)]
         setup = partial(worker, out, plan.seeds, named_before(plan.imports), place_of(out))
         do_all(todo, titles, setup, setup, jobs, progress=progress, ended=lambda _: ended(), stop=stop)
-    return whole
+        crashed = [" ".join(place) for place in todo if not is_whole(read_cell(out, *place), plan.seeds)]
+    return replace(whole, crashed=tuple(crashed))
 
 
 def worker(out: Path, seeds: int, imports: Sequence[str], held: tuple[int, int] | None) -> Work:
@@ -173,7 +178,15 @@ def worker(out: Path, seeds: int, imports: Sequence[str], held: tuple[int, int] 
 
         before = read_cell(out, task, row)
         progress.phase("runs", count(row, seeds), len(before["tried"]) + len(before["runs"]))
-        fill(TASKS[task], row, seeds, out, check, lambda done: progress.advance(done, {}), held)
+        try:
+            fill(TASKS[task], row, seeds, out, check, lambda done: progress.advance(done, {}), held)
+        except (Stopped, ValueError, OSError, ImportError):
+            raise
+        except Exception as error:
+            if out_of_memory(error):
+                raise
+            for line in traceback.format_exc().splitlines():
+                progress.note(line)
 
     return work
 
