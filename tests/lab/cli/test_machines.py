@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -68,6 +71,46 @@ def test_an_interrupt_before_the_command_begins(
     monkeypatch.setattr("pointsman_lab.cli.main.keep_freed_memory", interrupted)
     assert main(["verify", "x"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def of_torch(told: list[str]) -> None:
+    """Reached within an import of torch, which may lose an interrupt."""
+    code = "import signal; signal.raise_signal(signal.SIGTERM); told.append('imported')"
+    exec(code, {"__name__": "torch", "told": told})
+    for _ in range(1000):
+        time.sleep(0.01)
+
+
+def of_numpy(told: list[str]) -> None:
+    """Caught on the way; what comes after fails."""
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except KeyboardInterrupt:
+        told.append("caught")
+    raise ImportError("cannot load module more than once per process", name="numpy")
+
+
+def of_work(told: list[str]) -> None:
+    with pytest.raises(KeyboardInterrupt) as caught:
+        signal.raise_signal(signal.SIGTERM)
+    told.append(type(caught.value).__name__)  # the built-in one sets Python's exit code where it leaves code of torch
+    raise caught.value
+
+
+@pytest.mark.parametrize(("work", "did"), [(of_torch, "imported"), (of_numpy, "caught"), (of_work, "Interrupted")])
+def test_every_command_ends_with_a_line_after_a_signal(
+    work: Callable[[list[str]], None],
+    did: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("pointsman_lab.cli.verify.run", lambda words: work(told))
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["verify", "x"]) == 130
+    assert capsys.readouterr().err == "interrupted by SIGTERM\n"
+    assert told == [did]
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a folder in use cannot be removed")

@@ -40,6 +40,14 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+class Interrupted(KeyboardInterrupt):
+    """By one of `ending_signals`, its argument.
+
+    A class of its own: where the built-in one passes through code that an extension runs, as torch's import does,
+    Python ends by SIGINT whatever exit code is asked for.
+    """
+
+
 @contextmanager
 def without_code_of_this_folder() -> Iterator[None]:
     """Python that is started inside looks for no modules in the folder where it starts, which may be a stranger's."""

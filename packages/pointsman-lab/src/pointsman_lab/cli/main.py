@@ -11,16 +11,19 @@ import select
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib.machinery import ExtensionFileLoader
+from types import FrameType
 from typing import Any, TextIO
 
 from pointsman._errors import RunError, Stopped, did_you_mean
 from pointsman.parallel import STORE
 from pointsman_lab._values import name_fault, printable
 from pointsman_lab.cli.allocator import keep_freed_memory
-from pointsman_lab.processes import end_with_launcher, out_of_memory
+from pointsman_lab.processes import PATIENCE, Interrupted, end_with_launcher, ending_signals, out_of_memory
 
 COMMANDS = {
     "compare": "train several routers with equal settings and compare them",
@@ -57,6 +60,7 @@ EXTRAS = {
     "cluster": ("ray", "submitit"),
 }
 """The packages of each extra of pyproject.toml that commands import."""
+_LOADERS = (ExtensionFileLoader.create_module.__code__, ExtensionFileLoader.exec_module.__code__)
 USAGE = """usage: pointsman COMMAND [options]
 
 routing for sparse mixtures of experts
@@ -74,7 +78,7 @@ start here: pointsman compare --routers smoe,hyperrouter --data stdlib
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Exit codes: 0 done, 1 `verify` or `check` found faults or a router crashed in an exam, 2 user
-    error, 130 interrupted, 141 nobody reads the output.
+    error, 130 interrupted (by Ctrl-C, SIGTERM or a terminal that closes), 141 nobody reads the output.
     """
     ready_streams()
     if STORE in os.environ:
@@ -137,16 +141,17 @@ def _main(words: Sequence[str]) -> int:
     if name not in OVER_RANKS and "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
         other = "start compare with --processes N" if name == "compare" else "this command runs in one process"
         return 2 if os.environ.get("RANK", "0") != "0" else fail(f"torchrun starts `pointsman train` only; {other}")
+    came = list[int]()
     try:
-        warnings.formatwarning = one_line
-        keep_freed_memory()
-        _check_folder()
-        with interrupts_kept():
+        with interrupts_kept() as came:
+            warnings.formatwarning = one_line
+            keep_freed_memory()
+            _check_folder()
             return int(importlib.import_module(f"pointsman_lab.cli.{name}").run(words[1:]))
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, BrokenPipeError) and not _has_reader(sys.stdout):
             raise
-        told = explain(error)
+        told = explain(Interrupted(came[0]) if came else error)
         if told is None:
             raise
         code, line = told
@@ -173,30 +178,61 @@ def _has_reader(output: TextIO) -> bool:
 
 
 @contextmanager
-def interrupts_kept() -> Iterator[None]:
-    """An interrupt in a destructor, where Python drops it and prints a traceback, comes again a moment later."""
-    before, late = sys.unraisablehook, list[threading.Timer]()
+def interrupts_kept() -> Iterator[list[int]]:
+    """Each of `ending_signals` raises `Interrupted`; the list has those that came.
 
-    def again(dropped: sys.UnraisableHookArgs) -> None:
-        if not issubclass(dropped.exc_type, KeyboardInterrupt):
-            before(dropped)
-            return
-        late.append(threading.Timer(0.05, _thread.interrupt_main))  # at once, it would be dropped here, too
+    While native code is loaded (for `PATIENCE` at most), which may lose it, or end in another error or an abort, and in
+    a destructor, where Python drops it and prints a traceback, it comes again a moment later. A rank takes Ctrl-C
+    alone: what its launcher sends ends it at once, also in native code.
+    """
+    before, came, late, since = sys.unraisablehook, list[int](), list[threading.Timer](), list[float]()
+
+    def again() -> None:
+        late.append(threading.Timer(0.05, _thread.interrupt_main, came[-1:]))  # at once, it would be lost here, too
         late[-1].start()
 
-    sys.unraisablehook = again
+    def handle(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        since.append(time.monotonic())
+        if since[-1] - since[0] > PATIENCE or not _loads_native_code(frame):
+            raise Interrupted(number)
+        again()
+
+    def dropped(told: sys.UnraisableHookArgs) -> None:
+        again() if issubclass(told.exc_type, KeyboardInterrupt) else before(told)
+
+    numbers = [signal.SIGINT] if "RANK" in os.environ else ending_signals()
+    ours = threading.current_thread() is threading.main_thread()
+    found = {number: signal.getsignal(number) for number in numbers if ours}
+    found = {number: of for number, of in found.items() if of in (signal.SIG_DFL, signal.default_int_handler)}
+    sys.unraisablehook = dropped
+    for number in found:
+        signal.signal(number, handle)
     try:
-        yield
+        yield came
     finally:
-        sys.unraisablehook = before
         for timer in late:
             timer.cancel()
+        for number, handler in found.items():
+            signal.signal(number, handler)
+        sys.unraisablehook = before
+
+
+def _loads_native_code(frame: FrameType | None) -> bool:
+    """Whether an extension is being imported, or torch itself, whose native part imports numpy."""
+    while frame is not None:
+        code, name = frame.f_code, frame.f_globals.get("__name__")
+        if code in _LOADERS or (code.co_name == "<module>" and name == "torch"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def explain(error: BaseException) -> tuple[int, str] | None:
     """Exit code and line of what the user can do something about; None for a fault of the program."""
     if isinstance(error, KeyboardInterrupt):
-        return 128 + signal.SIGINT, "interrupted"
+        by = [signal.Signals(number).name for number in error.args[:1] if number != signal.SIGINT]
+        return 128 + signal.SIGINT, " by ".join(["interrupted", *by])
     if isinstance(error, Stopped):
         return 128 + signal.SIGINT, f"pointsman: {error}"
     if isinstance(error, OSError):

@@ -16,7 +16,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 
 from pointsman_lab._values import printable
-from pointsman_lab.processes import HANGUP, ending_signals
+from pointsman_lab.processes import HANGUP, Interrupted, ending_signals
 
 LINE_EVERY = 10.0  # seconds between lines where there is no terminal
 
@@ -121,7 +121,7 @@ def stop_on_signals(*, tell: bool = True) -> Iterator[threading.Event]:
         if number == HANGUP:
             _leave_terminal()
         elif stop.is_set():
-            raise KeyboardInterrupt
+            raise Interrupted(number)
         stop.set()
         if tell:
             print("\nstopping: saving first (Ctrl-C again to stop at once)", file=sys.stderr, flush=True)
