@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -109,6 +111,30 @@ def test_a_full_disk_leaves_nothing_and_the_same_command_goes_on(
         assert not [*(tmp_path / "out").glob("*.safetensors")]
     assert main(words) == 0
     assert {one.name for one in (tmp_path / "out").iterdir()} >= {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_two_commands_do_not_write_one_folder(
+    there: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights of one and the configuration of the other were left."""
+    out = tmp_path / "new" / "out"
+    words = ["hf", "replace", "stock", "--router", "smoe", "--out", str(out)]
+    code = "import sys; from pointsman_lab.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    second = [sys.executable, "-c", code, *words]
+
+    def meanwhile(*_: object, **__: object) -> None:
+        done = subprocess.run(second, capture_output=True, text=True)
+        assert (done.returncode, done.stderr.count("another process is working in this directory")) == (2, 1)
+        raise RunError("the first fails")
+
+    monkeypatch.setattr("pointsman.hf.loading.load_model", meanwhile)
+    if there:
+        out.mkdir(parents=True)
+    assert main(words) == 2
+    assert capsys.readouterr().err == "pointsman: the first fails\n"
+    assert [one.name for one in tmp_path.rglob("*")] == (["new", "out"] if there else [])
+    assert "another process" not in subprocess.run(second, capture_output=True, text=True).stderr
 
 
 def test_upcycle(tmp_path: Path) -> None:

@@ -176,15 +176,15 @@ def temporary_folder() -> Path:
         return _TEMPORARY.enter_context(scratch_folder(parent))
 
 
-def check_writable(folder: Path) -> None:
-    """Writes into a folder, new or not, and leaves nothing: before hours of work whose result goes there.
+def check_writable(folder: Path, *, keep: bool = False) -> None:
+    """Writes into a folder, new or not, and leaves nothing (`keep`: but a new folder): before hours of work for it.
 
     Raises:
         RunError: it is no folder or cannot be made, or nothing can be written into it.
     """
     if os.path.lexists(folder) and not folder.is_dir():
         raise RunError(f"{folder}: this is no folder, and one is needed; nothing was begun")
-    new = [one for one in (folder, *folder.parents) if not os.path.exists(one)]
+    new = [one for one in (folder, *folder.parents) if not (keep or os.path.exists(one))]
     try:
         with disk_errors(folder, "nothing was begun"), scratch_folder(folder):
             pass

@@ -11,7 +11,8 @@ from typing import Any
 
 from pointsman._errors import RunError
 from pointsman_lab._files import open_named, parse_json, temporary_folder
-from pointsman_lab.cli.options import Parser, choose_device, refuse_runs, whole
+from pointsman_lab.cli.export import refuse_runs
+from pointsman_lab.cli.options import Parser, choose_device, whole
 from pointsman_lab.cli.runs import write_page
 
 EPILOG = """examples:

@@ -10,8 +10,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pointsman._errors import RunError
-from pointsman_lab._files import open_named, replacing, scratch_folder, sync_folder, within, write_whole
-from pointsman_lab.cli.options import Parser, note, refuse_runs, whole
+from pointsman._files import open_folder
+from pointsman_lab._files import check_writable, open_named, replacing, scratch_folder, sync_folder, within, write_whole
+from pointsman_lab.cli.options import Parser, at_end, note, whole
 from pointsman_lab.registry import trains
 from pointsman_lab.runs.paths import CONFIG
 
@@ -64,6 +65,42 @@ def run(arguments: Sequence[str]) -> int:
     write_whole(out / "config.json", config.to_json())  # last: without the others it would be somebody else's
     print(out)
     return 0
+
+
+def refuse_runs(out: Path, *, unless: Sequence[str]) -> None:
+    """Holds a command's output folder until it ends; RunError if it has other results, or cannot be written or held.
+
+    Args:
+        unless: a folder with all these files holds earlier output of the same command, which may be overwritten.
+    """
+    foreign = (out / "config.json").is_file() and not all((out / name).is_file() for name in unless)
+    if foreign or (out / "comparison.json").is_file() or (out / "checkpoints").is_dir():
+        raise RunError(f"{out} holds a run or other results, which would be overwritten; choose another --out")
+    at_end.enter_context(_filling(out))
+
+
+@contextmanager
+def _filling(out: Path) -> Iterator[None]:
+    """Holds a folder, which is made if need be: without a lock file, and no new one stays that stays empty."""
+    new = [one for one in (out, *out.parents) if not os.path.lexists(one)]
+    try:
+        check_writable(out, keep=True)
+        with open_folder(out) as folder:
+            if folder is not None:
+                import fcntl
+
+                try:
+                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    new.clear()
+                    raise RunError(f"{out}: another process is working in this directory") from None
+                except OSError:
+                    pass  # some network disks know no locks
+            yield
+    finally:
+        for one in new:
+            with suppress(OSError):
+                one.rmdir()
 
 
 @contextmanager

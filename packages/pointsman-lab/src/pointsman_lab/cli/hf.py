@@ -8,8 +8,8 @@ from typing import Any
 
 from pointsman._errors import RunError
 from pointsman_lab._files import write_synced
-from pointsman_lab.cli.export import model_folder
-from pointsman_lab.cli.options import Parser, action_of, choose_device, note, number_from, refuse_runs, whole
+from pointsman_lab.cli.export import model_folder, refuse_runs
+from pointsman_lab.cli.options import Parser, action_of, choose_device, note, number_from, whole
 from pointsman_lab.runs.record import read_object
 
 ACTIONS = {

@@ -147,7 +147,11 @@ def _main(words: Sequence[str]) -> int:
             warnings.formatwarning = one_line
             keep_freed_memory()
             _check_folder()
-            return int(importlib.import_module(f"pointsman_lab.cli.{name}").run(words[1:]))
+            command = importlib.import_module(f"pointsman_lab.cli.{name}")
+            from pointsman_lab.cli.options import at_end  # takes its time
+
+            with at_end:
+                return int(command.run(words[1:]))
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, BrokenPipeError) and not _has_reader(sys.stdout):
             raise

@@ -8,18 +8,21 @@ import os
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman_lab._files import check_writable, parse_json, read_ordinary
+from pointsman_lab._files import parse_json, read_ordinary
 from pointsman_lab._grid import Grid
 from pointsman_lab._values import flattened, most, printable, upper
 from pointsman_lab.registry import entries
 
 WIDTH = 78
 """Columns of a help text."""
+at_end = ExitStack()
+"""What `main` closes when a command ends."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -252,18 +255,6 @@ def action_of(command: str, words: Sequence[str], actions: Mapping[str, str], us
 def note(message: str) -> None:
     """Tells the user something beside a command's output."""
     print(printable(message), file=sys.stderr)
-
-
-def refuse_runs(out: Path, *, unless: Sequence[str]) -> None:
-    """Raises RunError if a command's output would overwrite a run, a model or other results, or cannot be written.
-
-    Args:
-        unless: a folder with all these files holds earlier output of the same command, which may be overwritten.
-    """
-    foreign = (out / "config.json").is_file() and not all((out / name).is_file() for name in unless)
-    if foreign or (out / "comparison.json").is_file() or (out / "checkpoints").is_dir():
-        raise RunError(f"{out} holds a run or other results, which would be overwritten; choose another --out")
-    check_writable(out)
 
 
 def choose_device(name: str | None) -> str:
