@@ -28,6 +28,7 @@ from pointsman_lab.data.corpus import Corpus
 from pointsman_lab.evaluation.passes import PLAIN
 from pointsman_lab.runs.checkpoints import CheckpointError, open_checkpoint, steps_of
 from pointsman_lab.tasks.language_modelling.task import LanguageModelling, token_counts
+from pointsman_lab.training import run as run_module
 from pointsman_lab.training.checkpoint import checkpoint_tensors
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.directory import RunDirectory
@@ -482,3 +483,27 @@ def test_tables_are_made_of_the_counts_of_the_training_data(settings: Settings, 
     assert (masked.width == 1).tolist() == [count < 2500 for count in counts]
     assert not hashed.needs_counts
     assert not masked.needs_counts
+
+
+@pytest.mark.parametrize("moment", ["whole_checkpoint", "fitting_model"])
+def test_a_run_is_read_while_its_training_removes_old_checkpoints(
+    moment: str, settings: Settings, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It "cannot be read", or was called one that has no whole checkpoint."""
+    train(settings(), tmp_path / "run", task=LanguageModelling(corpus))
+    folder, aside = tmp_path / "run" / "checkpoints", tmp_path / "aside"
+    (folder / "step-8").rename(aside)
+
+    def after(*words: Any, **options: Any) -> Any:
+        found = before(*words, **options) if moment == "whole_checkpoint" else None
+        if aside.exists():  # training goes on
+            aside.rename(folder / "step-8")
+            shutil.rmtree(folder / "step-6")
+        return before(*words, **options) if found is None else found
+
+    before = getattr(run_module, moment)
+    monkeypatch.setattr(run_module, moment, after)
+    assert load_run(tmp_path / "run").step == 8
+    shutil.rmtree(folder)
+    with pytest.raises(CheckpointError, match=r"has not saved yet|its weights are not there"):
+        load_run(tmp_path / "run")

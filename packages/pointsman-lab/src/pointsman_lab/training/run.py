@@ -15,7 +15,7 @@ from pointsman._errors import RunError
 from pointsman.control import named_routers
 from pointsman_lab.data.download import DataProgress
 from pointsman_lab.models.config import build_model
-from pointsman_lab.runs.checkpoints import whole_checkpoint
+from pointsman_lab.runs.checkpoints import CheckpointError, steps_of, whole_checkpoint
 from pointsman_lab.runs.comparison import read_plan, saved_runs
 from pointsman_lab.runs.paths import FINETUNE, VOCABULARY, run_path
 from pointsman_lab.training.checkpoint import fitting_model
@@ -23,6 +23,9 @@ from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.directory import RunDirectory
 from pointsman_lab.training.kernels import autocast
 from pointsman_lab.training.task import Task, pretraining_task
+
+TRIES = 20
+"""How often a run is opened whose training goes on, and removes old checkpoints meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -108,13 +111,20 @@ def load_run(
     if not finetuning and (directory.path / FINETUNE).is_file():
         raise RunError(f"{path} is a fine-tuned run: give the pre-trained one")
     config = directory.config()
-    if step is None:
-        checkpoint = whole_checkpoint(directory.checkpoints, note, partial(directory.foreign, config))
-        chosen = directory.chosen_step(config, checkpoint.step)
-        checkpoint = checkpoint if chosen == checkpoint.step else directory.open(config, chosen)
-    else:
-        checkpoint = directory.open(config, step)
-    model = fitting_model(partial(build, config), config.model.num_layers, checkpoint)
+    for left in reversed(range(TRIES)):
+        latest = steps_of(directory.checkpoints)[:1]
+        try:
+            if step is None:
+                checkpoint = whole_checkpoint(directory.checkpoints, note, partial(directory.foreign, config))
+                chosen = directory.chosen_step(config, checkpoint.step)
+                checkpoint = checkpoint if chosen == checkpoint.step else directory.open(config, chosen)
+            else:
+                checkpoint = directory.open(config, step)
+            model = fitting_model(partial(build, config), config.model.num_layers, checkpoint)
+            break
+        except (CheckpointError, OSError):
+            if step is not None or not left or steps_of(directory.checkpoints)[:1] == latest:
+                raise
     vocabulary = directory.vocabulary()
     if checkpoint.state.get("vocabulary", vocabulary.digest) != vocabulary.digest:
         raise RunError(f"{directory.path / VOCABULARY} is damaged: it is not the vocabulary of step-{checkpoint.step}")
