@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import shutil
 import sys
@@ -87,6 +88,26 @@ def test_a_full_disk_leaves_no_audit_of_mixed_files(
     changed = {file.name for file in out.iterdir() if file.read_bytes() != before.get(file.name)}
     assert ("config.json" in changed) == ("diagnostics.json" in changed) == (full == "report.html")
     assert "report.html" not in changed
+
+
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [("audit", "report.html"), ("compress", "model.safetensors"), ("diagnose", "diagnostics.json")],
+)
+def test_results_are_saved_where_nothing_can_be_printed(
+    command: str, file: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pointsman audit … | head -1` left no audit."""
+
+    class Refusing(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "full")
+
+    (tmp_path / "text.txt").write_text("w1 w2 w3 w4 w5 " * 20)
+    words = [command, str(saved), "--data", str(tmp_path / "text.txt"), "--device", "cpu", "--out", str(tmp_path / "a")]
+    monkeypatch.setattr(sys, "stdout", Refusing())
+    assert main([*words, "--eval-tokens", "100", *([] if command == "diagnose" else ["--length", "16"])]) == 2
+    assert (tmp_path / "a" / file).is_file()
 
 
 def test_on_disk_is_the_same(

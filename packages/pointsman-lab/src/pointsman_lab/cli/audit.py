@@ -100,9 +100,10 @@ def run(words: Sequence[str]) -> int:
             task=task, answer_tokens=values.answer_tokens,
             progress=lambda done, _: display.advance(done, {}),
         )  # fmt: skip
-    print(result.markdown())
     result.save(out, data=values.data, command=shlex.join(["pointsman", "audit", *words]))
-    print(f"all figures: {out / 'audit.json'}; {write_page(out)}", file=sys.stderr)
+    page = write_page(out)
+    print(result.markdown())  # last: whoever reads it may have enough of it
+    print(f"all figures: {out / 'audit.json'}; {page}", file=sys.stderr)
     return 0
 
 

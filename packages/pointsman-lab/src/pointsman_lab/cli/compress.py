@@ -74,8 +74,8 @@ def run(words: Sequence[str]) -> int:
         max_tokens=None if values.eval_tokens == "all" else values.eval_tokens, batch_size=values.batch_size,
         random=values.random, heal=values.heal, note=lambda told: print(f"pointsman: {told}", file=sys.stderr),
     )  # fmt: skip
-    print(found.markdown())
     told = json.dumps({"source": values.model, **found.to_dict()}, allow_nan=False) + "\n"
     save(found.model, Path(values.out), tokenizer, **{RECORD: told, "compression.md": found.markdown()})
+    print(found.markdown())
     print(values.out)
     return 0

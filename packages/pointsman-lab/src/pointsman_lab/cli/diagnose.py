@@ -49,7 +49,7 @@ def run(words: Sequence[str]) -> int:
     settings = Settings(values.data, values.split, tokens, values.top_k, device=device, changes=overrides(values.set))
     with Display() as display:
         found = diagnose_path(values.target, values.against, settings, display)
-    print(summary(found))
     write_whole(out / FILE, json.dumps(found, allow_nan=False) + "\n")
+    print(summary(found))
     print(f"\nall figures: {out / FILE}", file=sys.stderr)
     return 0

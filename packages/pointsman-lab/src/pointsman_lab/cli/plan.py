@@ -49,10 +49,10 @@ def run(words: Sequence[str]) -> int:
         f"{shape.flops(length) / 1e9:.3g} GFLOP a token of training in sequences of {length}"
     )
     text = "\n\n".join([head, grid.text(), NOTE])
-    print(text)
     if values.out:
         write_whole(values.out / "plan.txt", text + "\n")
         write_whole(values.out / "plan.csv", grid.csv())
+    print(text)
     return 0
 
 

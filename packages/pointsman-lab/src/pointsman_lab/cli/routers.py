@@ -42,9 +42,9 @@ def run(words: Sequence[str]) -> int:
     if not values.cost:
         flags.without_effect(values, ("--preset", "--vocabulary", "--set"), "without --cost")
     text = cost(values, flags) if values.cost else explain_spec(values.name) if values.name else listing()
-    print(text if values.cost else "\n".join(wrapped(text.replace("\n    ", " ").splitlines())))
     if values.out:
         write_whole(values.out / "routers.txt", text + "\n")
+    print(text if values.cost else "\n".join(wrapped(text.replace("\n    ", " ").splitlines())))
     return 0
 
 

@@ -56,9 +56,9 @@ def run(arguments: Sequence[str]) -> int:
         f"{root}: {kind}, {files:,} files: {f'{len(found):,} would be refused or are missing' if found else 'whole'}"
     )
     text = printable("\n".join([*found, summary]))
-    print(text)
     if values.out:
         write_whole(values.out / "verify.txt", text + "\n")
+    print(text)
     return 1 if found else 0
 
 
