@@ -76,6 +76,7 @@ def test_every_row_is_fine_tuned_and_an_interrupted_comparison_goes_on(own: Path
     assert table.routing["dense"]["top1"] is None
     assert "Paired differences to smoe" in table.text()
     assert "frozen: router; balance loss: 0.01" in table.text()
+    assert "not comparable" not in table.text(), "a dense row has neither"
     record = json.loads((own / "runs/dense/seed-0/finetune" / name / "seed-0/evaluation.json").read_text())
     assert record["protocol"]["frozen"] == []  # a dense row has no router
     for row in table.table.rows:

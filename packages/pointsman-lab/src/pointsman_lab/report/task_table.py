@@ -19,6 +19,8 @@ from pointsman_lab.runs.record import RunRecord, read_run
 
 ROUTING_KEYS = ("top1", "sets", "consistency")
 ROUTING_TOP_K = 2
+OF_ROUTERS = {"balance", "frozen", "trained_with_k"}
+"""Parts of a protocol that say nothing of a row without a router."""
 ROUTING = (
     "Routing: share of tokens whose first expert (top1) or set of experts (sets) at k = 2 differs from the pre-trained "
     "model's, mean over layers and seeds; consistency: correlation of the loads at k = 2 between fine-tunings of one "
@@ -90,7 +92,9 @@ class TaskTable(Forms):
             Comparison(comparison.path, comparison.settings, routers, seeds, found), split=protocol.get("split", "test")
         )
         table = replace(table, repeats=REPEAT if len(comparison.seeds) > 1 else 1)
-        differing = unlike([run.evaluation.get("protocol") or {} for run in tuned if run.done])
+        done = [(run.results(), run.evaluation.get("protocol") or {}) for run in tuned if run.done]
+        differing = unlike([one for results, one in done if any(row.get("routers") for row in results.values())])
+        differing = differing or unlike([{key: one[key] for key in one.keys() - OF_ROUTERS} for _, one in done])
         routing = {router: routing_of([run for run in tuned if run.router == router]) for router in routers}
         return cls(variant, table, protocol, routing, differing)
 
