@@ -36,6 +36,7 @@ from pointsman_lab.training.checkpoint import checkpoint_tensors
 from pointsman_lab.training.directory import RunDirectory
 from pointsman_lab.training.run import load_run
 from pointsman_lab.training.state import Interrupted
+from pointsman_lab.training.trainer import train
 from tests.lab.report.fixtures import write_finetuning
 
 FAST = {"learning_rate": 5e-3, "batch_size": 8, "log_every": 1}
@@ -251,6 +252,20 @@ def test_from_scratch_starts_from_fresh_weights(run: Path, task: str, tmp_path: 
     trained, fresh = load_run(run).model.state_dict()[name], weights(tmp_path)[f"backbone.{name}"]
     assert not torch.allclose(trained, fresh, atol=1e-4)
     assert settings.variant.endswith(",from-scratch")
+
+
+@pytest.mark.parametrize("router", ["dense-matched", "hash"])
+def test_rows_without_a_balance_loss(router: str, run: Path, task: str, tmp_path: Path) -> None:
+    config = RunDirectory(run).config().with_overrides({"model.router": router, "steps": 1})
+    train(config, tmp_path)
+    settings = Finetuning(task, steps=1, balance=0.5, settings=FAST)
+    out, display = finetuned_path(tmp_path, settings.variant, 0), Notes()
+    width = {"dense-matched": 2 * config.model.expert_width}.get(router, 0)
+    finetune(tmp_path, settings, out=out, progress=display)
+    assert f"balance=0.5 has no effect: {router} has no balance loss to weigh" in display.notes
+    assert not width or len(weights(out)["backbone.layers.1.feed_forward.w_in"]) == width, "as in pre-training"
+    assert "--balance 0.5" in (told := command(read(out)))
+    assert "--task-top-k" not in told
 
 
 def test_what_cannot_be(run: Path, task: str, tmp_path: Path) -> None:

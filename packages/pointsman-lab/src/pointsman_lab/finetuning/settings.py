@@ -162,6 +162,9 @@ class Finetuning:
             epochs = usual.epochs if self.epochs is None else self.epochs
             steps = max(1, round(epochs * -(-len(data.splits["train"]) // max(1, batch_size))))
         length = self.length or usual.length
+        asked = self.train_top_k or usual.train_top_k
+        if pretrained.model.router == "dense-matched":  # whose width follows from the first k of pre-training
+            asked = None
         base = RunConfig(
             model=pretrained.model,
             data=self.task,
@@ -174,7 +177,7 @@ class Finetuning:
             eval_segment_length=length,
             eval_memory_length=0,
             eval_top_k=pretrained.eval_top_k,
-            train_top_k=self.train_top_k or usual.train_top_k or pretrained.train_top_k,
+            train_top_k=asked or pretrained.train_top_k,
             learning_rate=1e-4,
             clip_norm=0.25,
             precision=pretrained.precision,

@@ -100,8 +100,13 @@ class FineTuning(Task):
             except RuntimeError as error:
                 raise CheckpointError(f"the pre-trained weights do not fit: {str(error).splitlines()[-1]}") from None
         if self.settings.balance is not None:
-            for _, router in named_routers(model):
+            routers = [one for _, one in named_routers(model) if "balance" not in one.select.overrides]
+            for router in routers:
                 router.balance = self.settings.balance
+            told = (
+                f"balance={self.settings.balance:g} has no effect: {config.model.router} has no balance loss to weigh"
+            )
+            self.notes = () if routers else (told,)
         if self.settings.freeze:
             try:
                 freeze(model, *self.settings.freeze)

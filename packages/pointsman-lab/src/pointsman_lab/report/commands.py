@@ -45,12 +45,12 @@ def _of_finetuning(run: RunRecord, about: Mapping[str, Any]) -> str:
     before, k, length = pretrained_of(run.path), run.config.get("train_top_k"), run.config.get("segment_length")
     preset = "" if run.config.get("preset") == "finetune" else str(run.config.get("preset", ""))
     usual = Finetuning(about["task"], steps=run.steps, train_top_k=k, length=length, preset=preset)
-    usual = usual.for_router(run.router)
+    usual, asked = usual.for_router(run.router), "" if run.router == "dense-matched" else k
     known = read_object(before / CONFIG)
     differing = [
         ("task-preset", preset, ""), ("balance", about["balance"], usual.balance),
         ("freeze", ",".join(about["freeze"]) or "none", ",".join(usual.freeze) or "none"),
-        ("task-top-k", k, usual.defaults.train_top_k or known.get("train_top_k")),
+        ("task-top-k", asked, usual.defaults.train_top_k or known.get("train_top_k")),
         ("length", length, usual.defaults.length), ("pooling", about["pooling"], usual.pooled),
     ]  # fmt: skip
     told = {"task": about["task"], "steps": run.steps, "seeds": run.seed + 1}
