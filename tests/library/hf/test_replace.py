@@ -294,6 +294,8 @@ def test_shared_hypernetwork_is_saved_once() -> None:
         ("smoe:kind=copy", "no virtual experts without nulls"),
         ("thor", "defined by its selection"),
         ("switch", "defined by its selection"),
+        ("mask", "'mask' is defined by its selection"),
+        ("stable", "'stable' is defined by its selection"),
         ("dense", "without a router"),
         ("hyperruter", "did you mean 'hyperrouter'"),
     ],

@@ -97,6 +97,13 @@ def test_a_gate_with_an_adapter_has_to_be_merged_first() -> None:
     assert [gate.module.top_k for gate in find_gates(merged)] == [1, 1]
 
 
+def test_a_gate_whose_weight_is_computed_has_to_be_made_plain_first() -> None:
+    model = zoo.tiny_model("mixtral")
+    torch.nn.utils.parametrizations.weight_norm(find_gates(model)[0].module)
+    with pytest.raises(ValueError, match=r"its weight is computed; .*remove_parametrizations makes it plain"):
+        pointsman.set_top_k(model, 1)
+
+
 def test_restores_after_an_error() -> None:
     model = zoo.tiny_model("mixtral")
     with pytest.raises(RuntimeError, match="stop"), pointsman.set_top_k(model, 1):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from pointsman.diagnostics.observe import evaluating
 from pointsman.hf.layouts import LAYOUTS, Form, Kind, Layout, NotAGateError, kind_of, positions, read_output
@@ -77,6 +78,8 @@ def owner_of(gate: nn.Module) -> str:
     """Path from the gate to the module with the scoring matrix `weight` [E, dim]; NotAGateError unless there is one."""
     if hasattr(gate, "base_layer"):
         raise NotAGateError("it has an adapter of PEFT; merge_and_unload() gives the model without")
+    if any(map(is_parametrized, gate.modules())):
+        raise NotAGateError("its weight is computed; torch.nn.utils.parametrize.remove_parametrizations makes it plain")
     own = [name for name, tensor in gate.named_parameters() if tensor.dim() == 2 and name.split(".")[-1] == "weight"]
     if len(own) != 1 or own[0].count(".") > 1:
         raise NotAGateError(f"{type(gate).__name__} scores with {len(own)} matrices, not with one")
@@ -89,10 +92,9 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
         children = dict(block.named_children())
         for name, child in children.items():
             layout = LAYOUTS.get(type(child).__name__)
+            known = "experts" in children and (hasattr(child, "top_k") or name in ("gate", "router"))
             if layout is not None and layout.block:
                 known = type(block).__name__ == layout.block
-            else:
-                known = "experts" in children and (hasattr(child, "top_k") or name in ("gate", "router"))
             if known and name != "experts":
                 yield (f"{layer}.{name}" if layer else name), child, block
 
@@ -239,8 +241,7 @@ def tensor_of(module: nn.Module) -> Tensor:
 def call_gate(gate: Gate) -> Any:
     """The gate's output for zero vectors; for a replaced router, the class's output for equal logits."""
     module: Any = gate.module
-    tensor = tensor_of(module)
-    routed = hasattr(module, "pointsman_form")
+    tensor, routed = tensor_of(module), hasattr(module, "pointsman_form")
     width = gate.num_experts if routed else gate.dim
     hidden = torch.zeros(PROBE_TOKENS, width, device=tensor.device, dtype=tensor.dtype)
     call = partial(module.own_class.forward, module) if routed else original_forward(module)

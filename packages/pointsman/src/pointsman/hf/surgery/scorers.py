@@ -32,7 +32,7 @@ CLASS_OPTIONS = {
 }
 RULES = ("smoe", "loss-free", "sparsemixer")
 """Routers whose own selection rule can take the place of the class's: always, or `smoe` with one of `RULE_OPTIONS`."""
-SOME = ("hash", "switch")
+SOME = ("hash", "mask", "stable", "switch")
 """The same for classes that say so: gates with a table of token ids, and those whose `Layout` has the router."""
 RULE_OPTIONS = {"gate", "renormalize", "scale", "nulls"}
 BY_SELECTION = "is defined by its selection, which the Hugging Face class does itself"
