@@ -183,6 +183,10 @@ def test_images(images: Path) -> None:
     assert len(right) == 250
     assert right.mean() == record(images / "run")["value"]
     assert confidence.min() >= 0.5
+    before = (images / f"run/predictions/{images.name}/test.csv").read_text()
+    assert main(["evaluate", str(images / "run"), "--predictions", "official", "--top-k", "4"]) == 0
+    assert (images / f"run/predictions/{images.name}/test.csv").read_text() == before, "those at the k of training"
+    assert len(read(images / f"run/predictions/k4/{images.name}/test.csv")[0]) == 250
 
 
 @fetches

@@ -90,8 +90,10 @@ def evaluated(
 ) -> tuple[dict[str, Any], Path]:
     """The record of a task's evaluation by the flags, and its file."""
     from pointsman.ops.kernels import using
+    from pointsman.routers.frame.registry import has_one_k
     from pointsman_lab.evaluation.passes import EvaluationContext
     from pointsman_lab.training.kernels import autocast
+    from pointsman_lab.training.task import shown_k
 
     given = {} if values.eval_tokens is None else {"eval_tokens": values.eval_tokens}
     config = saved.config.with_overrides({**changes, **given})
@@ -113,6 +115,10 @@ def evaluated(
     record = {"format": 1, "checkpoint": f"step-{saved.step}", "data": data, "protocol": protocol}
     record["results"] = results
     if values.predictions:
+        one, k = has_one_k(config.model.router), shown_k(config, {result["top_k"] for result in results})
+        at = () if one or k == config.top_k_schedule.high else (f"k{k}",)  # those at the k of training stay
         for name, content in task.result_files(config).items():
-            print(f"for {task.scorer}: {write_whole(within(folder, *name.split('/')), content)}", file=sys.stderr)
+            first, *rest = name.split("/")
+            place = within(folder, first, *at, *rest)
+            print(f"for {task.scorer}: {write_whole(place, content)}", file=sys.stderr)
     return record, write_whole(file, json.dumps(record, indent=2) + "\n")
