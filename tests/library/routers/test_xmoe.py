@@ -189,6 +189,8 @@ def test_materialize_refuses_by_name() -> None:
     model = nn.Sequential(MoE(DIM, 16, EXPERTS, router="xmoe", attach_losses=True))
     with pytest.raises(ValueError, match="layer '0': no linear router equals 'xmoe'"):
         pointsman.materialize(model)
+    with pytest.raises(ValueError, match="Linear has no MoE layer and no router in it"):
+        pointsman.materialize(nn.Linear(2, 2))
 
 
 def test_padding_touches_no_loss() -> None:

@@ -233,13 +233,14 @@ def materialize(model: nn.Module) -> nn.Module:
     the spec `smoe`. A Hugging Face model gets its class's own gates back, without mixers (`pointsman.hf.materialize`).
 
     Raises:
-        ValueError: a router that no linear router equals (cosine, random), named with its layer; nothing has changed.
+        ValueError: no router, or one that no linear router equals (cosine), named with its layer; nothing has changed.
     """
     if is_huggingface(model):
         from pointsman.hf.surgery.materialize import materialize as to_own_gates
 
         return to_own_gates(model)
     plain: list[tuple[Router, LinearScorer]] = []
+    _routers(model)  # which refuses a model without any
     for name, router in named_routers(model):
         if isinstance(router.score, LinearScorer) and not isinstance(router.score, Noisy):
             continue  # it is one already, with its noise in training
@@ -271,8 +272,7 @@ def materialize(model: nn.Module) -> nn.Module:
 
 def _plain_spec(router: Router, scorer: LinearScorer) -> str:
     parsed = parse_spec(router.spec)
-    common = {**parsed.options, **parsed.choice_options}
-    options = {name: value for name, value in common.items() if name in COMMON.options}
+    options = {n: v for n, v in {**parsed.options, **parsed.choice_options}.items() if n in COMMON.options}
     own = {"bias": "false"} if scorer.bias is None else {}
     own |= {"gate": "sigmoid"} if isinstance(router.normalize, Sigmoid) else {}
     if parsed.choice is None or isinstance(router.score, Noisy):
