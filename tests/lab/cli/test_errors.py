@@ -74,6 +74,7 @@ def test_a_name_that_python_takes_for_ascii_is_not_called_damaged(tmp_path: Path
         ([*COMPARE, "--train-top-k", "0:N"], "outside 1 to 8"),
         ([*COMPARE, "--train-top-k", "N:2"], "above the last"),
         ([*COMPARE, "--k-schedule", "linnear"], "did you mean 'linear'"),
+        ([*COMPARE, "--train-top-k", "2", "--k-schedule", "cosine"], "no effect: k is 2 all along; --train-top-k 2:N"),
         ([*COMPARE, "--eval-tokens", "some"], "whole numbers from 1"),
         ([*COMPARE, "--set", "learning_rte=1"], "did you mean 'learning_rate'"),
         ([*COMPARE, "--set", "learning_rate"], "KEY=VALUE"),

@@ -107,6 +107,9 @@ def changed(config: RunConfig, values: argparse.Namespace) -> RunConfig:
     made = config.with_overrides({**changes, **told})
     if "final_learning_rate" in told and made.lr_schedule in ("constant", "inverse-sqrt"):
         raise RunError(f"--set final_learning_rate has no effect with lr_schedule={made.lr_schedule}; leave it out")
+    grows, shape = made.top_k_schedule.low < made.top_k_schedule.high, told.get("k_schedule", values.k_schedule)
+    if not grows and shape not in (None, "linear"):  # which a page's command may name, the default
+        raise RunError(f"--k-schedule has no effect: k is {made.train_top_k} all along; --train-top-k 2:N lets it grow")
     if made.warmup_steps > made.steps and not getattr(values, "resume", False):
         never = f"warmup_steps={made.warmup_steps} is above steps={made.steps}: no step has the learning_rate"
         if "warmup_steps" in told:
