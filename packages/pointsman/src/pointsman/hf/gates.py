@@ -217,8 +217,7 @@ def distinct_table(module: nn.Module, table: str) -> Tensor | None:
     """Gives every token id different experts, in place, and returns the table as it was; None without one."""
     if not table:
         return None
-    experts = module.get_buffer(table)
-    kept = experts.clone()
+    kept = (experts := module.get_buffer(table)).clone()
     ids, places = (torch.arange(size, device=experts.device) for size in experts.shape)
     experts.copy_((ids[:, None] + places) % max(experts.shape[1], int(getattr(module, "num_experts", 1))))
     return kept
