@@ -78,9 +78,8 @@ def follow_exam(entry: Mapping[str, Any], rules: Mapping[str, Any], where: str) 
     if entry["router"] in ROWS:
         raise RunError(f"{where}: {entry['router']!r} is a row to compare with, and no router")
     if entry["version"] != VERSION or set(entry["cells"]) != set(rules["tasks"]):
-        raise RunError(
-            f"{where}: the track has version {VERSION} of the exam and the tasks {', '.join(rules['tasks'])}"
-        )
+        shown = ", ".join(rules["tasks"])
+        raise RunError(f"{where}: the track has version {VERSION} of the exam and the tasks {shown}")
     wanted = set(map(str, range(rules["seeds"])))
     for task, cell in entry["cells"].items():
         if set(cell["runs"]) != wanted:
@@ -145,9 +144,8 @@ def follow(entry: Mapping[str, Any], rules: Mapping[str, Any], where: str) -> No
         ks = [result["top_k"] for result in run["evaluation"]["results"]]
         asked = settings.get("eval_top_k", [])
         if 2 not in ks and (len(ks) != 1 or 2 not in asked):  # a row of one k has that one, whatever is asked
-            raise RunError(
-                f"{where}, seed {seed}: evaluated at k = {', '.join(map(str, ks))}; the track asks for k = 2"
-            )
+            shown = ", ".join(map(str, ks))
+            raise RunError(f"{where}, seed {seed}: evaluated at k = {shown}; the track asks for k = 2")
         if (steps := len(run["log"]["step"])) != (losses := len(run["log"]["loss"])):
             raise RunError(f"{where}, seed {seed}: its log has {steps} steps and {losses} losses")
         if any(finite(result.get("value")) is None for result in run["evaluation"]["results"]):

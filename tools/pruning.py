@@ -172,9 +172,8 @@ def text(rows: Sequence[Mapping[str, Any]]) -> str:
     table.sort(key=lambda cells: statistics.mean(ranks[cells[0]]))
     chance = [spread([row["mean"] - row["best"] for row in of]) for of in models.values()]
     table.append(["random pruning, the mean of all", *chance, "50%", NONE])
-    table.append(
-        ["no pruning", *(spread([r["original"] - r["best"] for r in of]) for of in models.values()), NONE, NONE]
-    )
+    whole = [spread([row["original"] - row["best"] for row in of]) for of in models.values()]
+    table.append(["no pruning", *whole, NONE, NONE])
     sizes = [
         [name, TRAINED[name][0], spread([row["original"] for row in of]), spread([row["best"] for row in of]),
          spread([row["worst"] for row in of])]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,13 +26,13 @@ from tools.bench.peak import peak_bytes
 from tools.bench.turns import Call, drawn, kept_bytes, machine, measured, ratio
 
 SPECS = ("smoe", "smoe+similarity", "smoe+attention")
-WORDS = 267_735
+WORDS, LENGTH = 267_735, 512
 
 
 def whole_model(args: argparse.Namespace) -> None:
     vocabulary = WORDS if args.output else 256
     shapes = {spec: preset_config("mutual-medium", vocabulary, router=spec) for spec in SPECS}
-    models = {spec: TransformerXL(replace(shape, dim=args.dim or shape.dim)).train() for spec, shape in shapes.items()}
+    models = {spec: TransformerXL(shape).train() for spec, shape in shapes.items()}
 
     def forward(spec: str, tokens: Tensor) -> Tensor:
         output = models[spec](tokens, None if args.output else tokens)
@@ -47,7 +46,7 @@ def whole_model(args: argparse.Namespace) -> None:
             found.square().mean().backward()  # type: ignore[no-untyped-call]
 
     def call(spec: str) -> Call:
-        shape = args.batch, args.length
+        shape = args.batch, LENGTH
         batch = drawn(lambda generator: torch.randint(vocabulary, shape, generator=generator))
 
         def once() -> None:
@@ -59,8 +58,8 @@ def whole_model(args: argparse.Namespace) -> None:
 
     seconds = measured({spec: call(spec) for spec in SPECS}, args.repeats)
     what = "forward, with output layer" if args.output else "forward and backward, no output layer"
-    print(f"{what}; {args.batch} x {args.length} tokens, {torch.get_num_threads()} thread(s)")
-    tokens = torch.randint(vocabulary, (args.batch, args.length))
+    print(f"{what}; {args.batch} x {LENGTH} tokens, {torch.get_num_threads()} thread(s)")
+    tokens = torch.randint(vocabulary, (args.batch, LENGTH))
     bare_kept = bare_peak = 0
     for spec in SPECS:
         least = min(seconds[spec]) / min(seconds[SPECS[0]])
@@ -82,8 +81,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("time",))
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--dim", type=int, help="another width of the hidden states")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--output", action="store_true", help="with the paper's output layer, forward only")
     parser.add_argument("--out", type=Path, help="a file for the seconds of every turn")

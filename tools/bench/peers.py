@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pointsman.layer import MoE
 
 Layer = Callable[[Tensor], Tensor]
+Built = tuple[Layer, nn.Module]
 LIMIT = "limit"
 
 
@@ -50,7 +51,7 @@ class Case:
 class Implementation:
     """How to build a layer, and for which cases."""
 
-    build: Callable[[Case], tuple[Layer, nn.Module]]
+    build: Callable[[Case], Built]
     package: str | None = None
     suits: Callable[[Case], bool] = lambda case: True
 
@@ -59,12 +60,12 @@ class Implementation:
         return self.package is None or importlib.util.find_spec(self.package) is not None
 
 
-def pointsman(case: Case) -> tuple[Layer, nn.Module]:
+def pointsman(case: Case) -> Built:
     layer = MoE(case.dim, case.hidden_dim, case.num_experts, top_k=case.k, router="smoe:bias=false", bias=False)
     return layer, layer
 
 
-def limit(case: Case) -> tuple[Layer, nn.Module]:
+def limit(case: Case) -> Built:
     """The same matrix products as a dense chain, in chunks that fit in cache."""
     rows = case.tokens * case.k
     chunk = rows if case.device != "cpu" else min(rows, 2048)
@@ -92,9 +93,7 @@ class EightLines(nn.Module):
         super().__init__()
         self.router, self.k, self.num_experts = nn.Linear(dim, experts, False), k, experts
         w_in, w_out = torch.randn(experts, dim, hidden) / dim**0.5, torch.randn(experts, hidden, dim) / hidden**0.5
-        self.w_in, self.w_out = (
-            nn.Parameter(weight.mT.contiguous().mT if as_linear else weight) for weight in (w_in, w_out)
-        )
+        self.w_in, self.w_out = (nn.Parameter(w.mT.contiguous().mT if as_linear else w) for w in (w_in, w_out))
 
     def forward(self, hidden: Tensor) -> Tensor:
         rows = hidden.flatten(0, -2)  # [N, dim]
@@ -106,15 +105,15 @@ class EightLines(nn.Module):
         return torch.zeros_like(rows).index_add_(0, order // self.k, results).view_as(hidden)
 
 
-def eight_lines(case: Case, as_linear: bool = False) -> tuple[Layer, nn.Module]:
+def eight_lines(case: Case, as_linear: bool = False) -> Built:
     layer = EightLines(case.dim, case.hidden_dim, case.num_experts, case.k, as_linear)
     return layer, layer
 
 
-def transformers(implementation: str) -> Callable[[Case], tuple[Layer, nn.Module]]:
+def transformers(implementation: str) -> Callable[[Case], Built]:
     """The experts of transformers (NemotronH's, which have no gate projection) with its usual softmax router."""
 
-    def build(case: Case) -> tuple[Layer, nn.Module]:
+    def build(case: Case) -> Built:
         from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
         config = SimpleNamespace(
@@ -130,7 +129,7 @@ def transformers(implementation: str) -> Callable[[Case], tuple[Layer, nn.Module
     return build
 
 
-def scattermoe(case: Case) -> tuple[Layer, nn.Module]:
+def scattermoe(case: Case) -> Built:
     """ScatterMoE's experts (Tan et al. 2024) with the usual softmax router."""
     from scattermoe.mlp import MLP
 
@@ -138,9 +137,7 @@ def scattermoe(case: Case) -> tuple[Layer, nn.Module]:
     return _with_router(case, experts, lambda hidden, weights, chosen: experts(hidden, weights, chosen))
 
 
-def _with_router(
-    case: Case, experts: nn.Module, apply: Callable[[Tensor, Tensor, Tensor], Tensor]
-) -> tuple[Layer, nn.Module]:
+def _with_router(case: Case, experts: nn.Module, apply: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Built:
     """Experts, a function of hidden states, weights and chosen experts, behind a softmax router."""
     gate = nn.Linear(case.dim, case.num_experts, False)
 

@@ -88,9 +88,8 @@ def both(
     router: Any, hidden: Tensor, weight: Tensor, weights: Tensor, losses: Mapping[str, Tensor] | None = None
 ) -> tuple[Case, Case]:
     """Our linear router's case, and the other side's with these weights and losses."""
-    return routed(router, {"weight": router.score.weight}), Case(
-        weights, losses or {}, {"hidden": hidden, "weight": weight}
-    )
+    other = Case(weights, losses or {}, {"hidden": hidden, "weight": weight})
+    return routed(router, {"weight": router.score.weight}), other
 
 
 class _Double:

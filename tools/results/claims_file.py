@@ -164,9 +164,8 @@ def read_claims(file: Path) -> tuple[dict[str, list[str]], dict[str, Family], li
             raise RunError(f"{where}: a claim about losses names its family, and has no control")
         if claim.exam and claim.exam not in TASKS:
             raise RunError(f"{where}: unknown task {claim.exam!r} of the exam: {did_you_mean(claim.exam, TASKS)}")
-        family = (
-            "time" if claim.timings else "exam" if claim.exam else grids.get(claim.grid, {}).get("family", "language")
-        )
+        of_grid = grids.get(claim.grid, {}).get("family", "language")
+        family = "time" if claim.timings else "exam" if claim.exam else of_grid
         claims.append(replace(claim, family=claim.family or family))
     families = {name: Family(**of) for name, of in values.get("families", {}).items()}
     for name, family in families.items():
@@ -240,10 +239,8 @@ def check_cost(claim: Claim, grid: Comparison | None) -> None:
         if dense or claim.control == f"{claim.row.partition('+')[0]}+uniform":
             return
     told = f"{claim.base} costs {least / 1e6:.3g} MFLOP a token, {claim.row} {mine / 1e6:.3g}"
-    raise RunError(
-        f"{CLAIMS}, {claim.claim!r}: {told}: name a control of {claim.grid} that has been run: {claim.row}+uniform, "
-        "or dense-matched"
-    )
+    asked = f"name a control of {claim.grid} that has been run: {claim.row}+uniform, or dense-matched"
+    raise RunError(f"{CLAIMS}, {claim.claim!r}: {told}: {asked}")
 
 
 def values_in_file(claim: Claim, folder: Path) -> list[float]:

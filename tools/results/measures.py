@@ -100,10 +100,8 @@ class Measure:
         for run in tuned:
             if run.done:
                 runs.setdefault(pretrained_of(run.path), []).append(run)
-        found = {
-            min(run.seed for run in of): consistency([(run.path, run.evaluation) for run in of], top_k=self.k)
-            for of in runs.values()
-        }
+        records = {min(run.seed for run in of): [(run.path, run.evaluation) for run in of] for of in runs.values()}
+        found = {seed: consistency(of, top_k=self.k) for seed, of in records.items()}
         return {seed: value for seed, value in sorted(found.items()) if value is not None}
 
     def _figures(self, runs: Sequence[RunRecord]) -> dict[int, float]:

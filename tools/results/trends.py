@@ -81,10 +81,8 @@ class Trend:
             return
         names = [str(x) for x in self._xs()] if any(isinstance(x, str) for x in self._xs()) else []
         places = {x: names.index(str(x)) if names else float(x) for x in self._xs()}
-        curves = [
-            {"name": name, "points": [_drawn(places[x], of) for x, of in points.items()]}
-            for name, points in self.curves.items()
-        ]
+        drawn = {name: [_drawn(places[x], of) for x, of in points.items()] for name, points in self.curves.items()}
+        curves = [{"name": name, "points": points} for name, points in drawn.items()]
         label = f"gap to {self.base}: {self.label}" if self.base else self.label
         file = folder / f"{self.name}.svg"
         save_lines(file, curves, self.x, label, log_x=self.log, names=names, zero=bool(self.base))
