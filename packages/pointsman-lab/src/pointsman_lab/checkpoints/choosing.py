@@ -14,12 +14,15 @@ from pointsman.hf.top_k import groups_of
 from pointsman_lab.checkpoints.audit.trials import Rows, mean_of, measured
 from pointsman_lab.checkpoints.cutting import Keep, cut
 from pointsman_lab.checkpoints.outputs import Observed, expert_sums
-from pointsman_lab.checkpoints.text import TEXT, TextBatch
+from pointsman_lab.checkpoints.text import TEXT, Batches
 
 SUPER = 10.0
 """An expert whose largest output is more than SUPER times the median expert's goes last, and is merged last."""
 FIRST = 1e9  # added to the score of such an expert
 SWAPS = 64  # of `search`
+ByLayer = Mapping[str, Tensor]
+Groups = dict[str, list[list[int]]]
+"""`Keep` of whole lists."""
 
 METHODS = {
     "reap": "smallest mean of weight times output norm over the tokens that chose the expert (arXiv 2510.13999)",
@@ -36,14 +39,8 @@ METHODS = {
 
 @torch.no_grad()
 def plan(
-    model: nn.Module,
-    gates: Sequence[Gate],
-    batches: Sequence[TextBatch],
-    kept: int,
-    method: str,
-    seed: int = 0,
-    least: int | None = None,
-) -> tuple[dict[str, list[list[int]]], dict[str, Tensor] | None]:
+    model: Any, gates: Sequence[Gate], batches: Batches, kept: int, method: str, seed: int = 0, least: int | None = None
+) -> tuple[Groups, dict[str, Tensor] | None]:
     """Layer -> the groups that this method makes of its experts; layer -> [E], how often each was chosen.
 
     Every method but `random` keeps the experts with outputs far above the others' (`SUPER`) as they are; where they
@@ -80,7 +77,7 @@ def plan(
     return _searched(model, gates, groups, batches, seed, least, first) if method == "search" else groups, counts
 
 
-def drawn(gates: Sequence[Gate], numbers: Mapping[str, int], seed: int) -> dict[str, list[list[int]]]:
+def drawn(gates: Sequence[Gate], numbers: Mapping[str, int], seed: int) -> Groups:
     """As many experts of each layer, at random."""
     generator = torch.Generator().manual_seed(seed)
     scores = {gate.layer: torch.rand(gate.num_experts, generator=generator) for gate in gates}
@@ -93,7 +90,7 @@ def at_random(
     model: nn.Module,
     gates: Sequence[Gate],
     keep: Keep,
-    batches: Sequence[TextBatch],
+    batches: Batches,
     count: int,
     seed: int = 0,
     heal: Callable[[Any], Any] = lambda smaller: smaller,
@@ -120,9 +117,7 @@ def _scores(found: Observed, method: str) -> dict[str, Tensor]:
     return scores
 
 
-def _best(
-    gates: Sequence[Gate], scores: Mapping[str, Tensor], least: int, total: int, first: Mapping[str, Tensor]
-) -> dict[str, list[int]]:
+def _best(gates: Sequence[Gate], scores: ByLayer, least: int, total: int, first: ByLayer) -> dict[str, list[int]]:
     """The `total` experts with the best scores, at least `least` a layer, as many of each of a layer's groups.
 
     Layers are compared by the share that an expert has of the scores of its layer: their sizes differ with depth.
@@ -157,9 +152,7 @@ def _joined(alike: Tensor, heads: Sequence[int], first: Tensor) -> list[list[int
     return list(groups.values())
 
 
-def _clusters(
-    outputs: Mapping[str, Tensor], counts: Mapping[str, Tensor], first: Mapping[str, Tensor], least: int, total: int
-) -> dict[str, list[list[int]]]:
+def _clusters(outputs: ByLayer, counts: ByLayer, first: ByLayer, least: int, total: int) -> Groups:
     """Agglomerative clustering of mean outputs [E, dim] with average linkage, the most frequent member first.
 
     The two nearest clusters of any layer with more than `least` are joined, distances as a share of the layer's mean;
@@ -181,21 +174,14 @@ def _clusters(
             best[layer] = nearest(layer)
         else:
             best.pop(layer)
-    return {
-        layer: sorted(sorted(group, key=lambda one: (-float(counts[layer][one]), one)) for group in of)
-        for layer, of in groups.items()
-    }
+    for layer, of in groups.items():
+        groups[layer] = sorted(sorted(group, key=lambda one: (-float(counts[layer][one]), one)) for group in of)
+    return groups
 
 
 def _searched(
-    model: nn.Module,
-    gates: Sequence[Gate],
-    groups: dict[str, list[list[int]]],
-    batches: Sequence[TextBatch],
-    seed: int,
-    least: int,
-    first: Mapping[str, Tensor],
-) -> dict[str, list[list[int]]]:
+    model: nn.Module, gates: Sequence[Gate], groups: Groups, batches: Batches, seed: int, least: int, first: ByLayer
+) -> Groups:
     """`SWAPS` random swaps of a kept and a pruned expert, each kept where the loss on the text falls.
 
     They are of one layer and group; where a layer has more than `least` experts, the other one may be of any layer.

@@ -156,9 +156,8 @@ def compress(
     check_whole("compress: max_tokens", 1 if max_tokens is None else max_tokens)
     gates, number, least, limits = cuttable(model)
     if limits > 1 and method in ("hc-smoe", "m-smoe"):
-        raise ValueError(
-            f"compress: method={method!r}: {limits} groups of experts limit the choice: no merge has a place"
-        )
+        told = f"{limits} groups of experts limit the choice: no merge has a place"
+        raise ValueError(f"compress: method={method!r}: {told}")
     if not (0 < experts < 1 or (experts >= 1 and float(experts).is_integer())):
         raise ValueError(f"compress: experts={experts!r}: allowed are a share below 1 or a whole number")
     kept = round(number * experts) if experts < 1 else int(experts)

@@ -17,7 +17,7 @@ from pointsman.hf.gates import Gate, find_gates, survey
 from pointsman.hf.top_k import gate_top_k, groups_of, max_top_k
 from pointsman.hf.uneven import uneven, with_experts
 from pointsman_lab.checkpoints.outputs import why_unreadable
-from pointsman_lab.checkpoints.text import TextBatch
+from pointsman_lab.checkpoints.text import Batches
 
 NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 """Names of the number of experts in configurations."""
@@ -119,10 +119,8 @@ def cut(
     try:
         smaller.load_state_dict(state, assign=True)
     except RuntimeError as error:
-        told = " ".join(str(error).split())[:160]
-        raise ValueError(
-            f"compress: {type(model).__name__} does not take {kept} experts from its configuration: {told}"
-        ) from None
+        told = f"does not take {kept} experts from its configuration: {' '.join(str(error).split())[:160]}"
+        raise ValueError(f"compress: {type(model).__name__} {told}") from None
     old = dict(model.named_buffers())
     for name, buffer in smaller.named_buffers():
         if buffer.is_meta:  # not in state_dict: recomputed by no one
@@ -169,7 +167,7 @@ def _merged(tensor: Tensor, groups: Sequence[Sequence[int]], weights: Tensor | N
 
 
 @torch.enable_grad()
-def distil(model: Any, smaller: Any, batches: Sequence[TextBatch], steps: int) -> Any:
+def distil(model: Any, smaller: Any, batches: Batches, steps: int) -> Any:
     """The smaller model, its gates and experts trained in float32 towards the distributions of the original."""
     if not steps:
         return smaller

@@ -35,6 +35,9 @@ class TextBatch:
         return self.kinds != PADDING
 
 
+Batches = Sequence[TextBatch]
+
+
 def text_batches(
     tokenizer: Any, texts: Iterable[str | Conversation], *, length: int, batch_size: int, max_tokens: int | None
 ) -> Iterator[TextBatch]:
@@ -147,7 +150,6 @@ def device_of(model: nn.Module) -> torch.device:
 
 def refuse_unknown_tokens(model: Any, highest: int) -> None:
     """Raises ValueError if the highest token id has no embedding in the model."""
-    embeddings = model.get_input_embeddings()
-    known = getattr(embeddings, "num_embeddings", None)
+    known = getattr(model.get_input_embeddings(), "num_embeddings", None)
     if known is not None and highest >= known:
         raise ValueError(f"the tokenizer gives token {highest}, and {type(model).__name__} has {known:,} embeddings")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from pointsman.hf.top_k import gate_top_k
 from pointsman.ops.selection import members
 from pointsman.traces import RoutingTrace
 from pointsman_lab.checkpoints.audit.blocks import Blocks
+from pointsman_lab.checkpoints.audit.result import TOLERANCE
 from pointsman_lab.checkpoints.audit.serving import served, serving
 from pointsman_lab.checkpoints.audit.trials import (
     Rows,
@@ -35,7 +37,7 @@ from pointsman_lab.checkpoints.audit.trials import (
 )
 from pointsman_lab.checkpoints.choosing import at_random, plan
 from pointsman_lab.checkpoints.cutting import cut, cuttable
-from pointsman_lab.checkpoints.text import TextBatch, device_of
+from pointsman_lab.checkpoints.text import Batches, device_of
 from pointsman_lab.intervals import ratio
 from pointsman_lab.traces.placement import cache, place, real_experts
 
@@ -51,23 +53,14 @@ ANSWER_TOKENS = 256
 
 
 def analysed(
-    model: nn.Module,
-    blocks: Blocks,
-    trace: RoutingTrace,
-    probes: Sequence[TextBatch],
-    quality: Sequence[Mapping[str, Any]],
-    margin: float,
-    notes: list[str],
+    model: nn.Module, blocks: Blocks, trace: RoutingTrace, probes: Batches, quality: Sequence[Any], notes: list[str]
 ) -> dict[str, Any]:
     """All parts by name; `notes` gets why one is missing."""
     layers = list(trace.layers)
     every, reasons = survey(model)
     gates = [gate for gate in every if gate.layer in layers]
-    loads = {
-        row["top_k"]: {name: (row["top_k"], of["load"]) for name, of in row["routers"].items()}
-        for row in quality
-        if row["top_k"]
-    }
+    known = [(row["top_k"], row["routers"].items()) for row in quality if row["top_k"]]
+    loads = {k: {name: (k, of["load"]) for name, of in routers} for k, routers in known}
     found: dict[str, Any] = {
         "domains": {name: sum(block.read for block in blocks.of(name)) for name in blocks.domains},
         "divergence": blocks.divergences(layers),
@@ -86,10 +79,10 @@ def analysed(
         search, held_out = (half if predicts(half) else [] for half in halves(probes))
         trials: dict[str, tuple[str, Callable[[], list[dict[str, Any]]]]] = {
             "super_experts": ("super experts", lambda: super_experts(model, gates, search, held_out)),
-            "schedules": ("k by layer", lambda: schedules(model, gates, loads, search, held_out, margin)),
+            "schedules": ("k by layer", lambda: schedules(model, gates, loads, search, held_out, TOLERANCE)),
         }
         if len(gates) == len(every):
-            trials["prunings"] = "experts that can go", lambda: prunings(model, search, held_out, margin)
+            trials["prunings"] = "experts that can go", lambda: prunings(model, search, held_out, TOLERANCE)
         for name, (what, tried) in trials.items():
             try:
                 if not search or not held_out:
@@ -123,11 +116,9 @@ def typical(layers: Mapping[str, Mapping[str, Any]], tokenizer: Any) -> list[dic
                 for one, count, share in top
                 if count >= LEAST_TOGETHER and share > load[expert]
             ]
-            best = [
-                {"text": tokenizer.decode([one]), "count": count, "lift": lift}
-                for lift, one, count in sorted(lifts, reverse=True)[:TYPICAL]
-            ]
-            found.append({"layer": layer, "expert": expert, "tokens": best})
+            best = sorted(lifts, reverse=True)[:TYPICAL]
+            told = [{"text": tokenizer.decode([one]), "count": count, "lift": lift} for lift, one, count in best]
+            found.append({"layer": layer, "expert": expert, "tokens": told})
     return found
 
 
@@ -138,10 +129,8 @@ def across(trace: RoutingTrace) -> list[dict[str, Any]]:
     with the highest lift (joint tokens over those under independence) of those with at least ten joint tokens.
     """
     found = []
-    for one, two in zip(trace.layers, trace.layers[1:], strict=False):
-        mine, its = (
-            members(trace.experts[name].clamp_min(-1).long(), trace.num_experts[name]).double() for name in (one, two)
-        )
+    for layers in pairwise(trace.layers):
+        mine, its = (members(trace.experts[of].clamp_min(-1).long(), trace.num_experts[of]).double() for of in layers)
         joint = mine.T @ its
         lift = joint * trace.tokens / torch.outer(mine.sum(0), its.sum(0)).clamp_min(1)
         lift = torch.where(joint >= LEAST_TOGETHER, lift, 0.0)
@@ -154,13 +143,11 @@ def across(trace: RoutingTrace) -> list[dict[str, Any]]:
         pairs = [
             {"experts": [i, j], "tokens": int(joint[i, j]), "lift": number(lift[i, j])} for i, j in best if lift[i, j]
         ]
-        found.append({"layers": [one, two], "bits": bits, "pairs": pairs})
+        found.append({"layers": list(layers), "bits": bits, "pairs": pairs})
     return found
 
 
-def prunings(
-    model: nn.Module, search: Sequence[TextBatch], held_out: Sequence[TextBatch], margin: float
-) -> list[dict[str, Any]]:
+def prunings(model: nn.Module, search: Batches, held_out: Batches, margin: float) -> list[dict[str, Any]]:
     """Each method at each size: chosen on the first half, its loss measured on the other.
 
     Returns:
@@ -175,9 +162,8 @@ def prunings(
     gates, number, least, limits = cuttable(model)
     _check_memory(model)
     sizes = dict.fromkeys(round(number * size / limits) * limits for size in SIZES)
-    tried = [
-        (size, method) for size in sizes if least <= size < number for method in METHODS[: 1 if limits > 1 else None]
-    ]
+    methods = METHODS[:1] if limits > 1 else METHODS
+    tried = [(size, method) for size in sizes if least <= size < number for method in methods]
     base, chance = measured(model, held_out), dict[int, Rows]()
     rows = []
     for size, method in tried:
@@ -187,9 +173,7 @@ def prunings(
         smaller = cut(model, gates, groups, counts, method == "m-smoe")
         after = measured(smaller, held_out)
         rise = paired(after, base, len(tried))
-        gone = {
-            layer: sorted({*range(number)} - {one for group in of for one in group}) for layer, of in groups.items()
-        }
+        gone = {layer: sorted(set(range(number)).difference(*of)) for layer, of in groups.items()}
         rows.append(
             {"method": method, "kept": size, "experts": number, "groups": groups, "dropped": gone, **rise,
              **verdict(rise, mean_of(base), margin), "random": paired(after, chance[size], len(tried)),
@@ -246,12 +230,7 @@ def _spent(model: Any, tokenizer: Any, ids: Tensor, answer: str, most: int) -> t
 
 
 def answers(
-    model: nn.Module,
-    tokenizer: Any,
-    task: Sequence[tuple[Tensor, str]],
-    ks: Sequence[int | None],
-    own: int | None,
-    most: int,
+    model: Any, tokenizer: Any, task: Sequence[tuple[Tensor, str]], ks: Sequence[int | None], own: int | None, most: int
 ) -> list[dict[str, Any]]:
     """By k: the share of prompts that reach their answer, the tokens spent, and both beside those at the model's own k.
 

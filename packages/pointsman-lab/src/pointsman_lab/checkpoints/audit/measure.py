@@ -22,7 +22,7 @@ from pointsman.hf.listen import GateListener
 from pointsman.hf.top_k import gate_top_k, max_top_k
 from pointsman_lab.checkpoints.audit.analyses import ANSWER_TOKENS, analysed, answers, prompt_ids, typical
 from pointsman_lab.checkpoints.audit.blocks import mapped
-from pointsman_lab.checkpoints.audit.result import TOLERANCE, AuditResult
+from pointsman_lab.checkpoints.audit.result import AuditResult
 from pointsman_lab.checkpoints.audit.run import AuditRun, finite
 from pointsman_lab.checkpoints.audit.sample import Sample
 from pointsman_lab.checkpoints.text import Conversation, TextBatch, device_of, text_batches
@@ -125,7 +125,7 @@ def audit(
     result = run.result(protocol, notes, sample, routers_of(model))
     with evaluating(model):
         found = {"typical": typical(result.layers, tokenizer)}
-        found |= analysed(model, run.blocks, run.trace(), probes, result.quality, TOLERANCE, notes)
+        found |= analysed(model, run.blocks, run.trace(), probes, result.quality, notes)
         asked = [row["top_k"] for row in result.quality]
         found["answers"] = answers(model, tokenizer, prompts, asked, own, answer_tokens) if prompts else []
     return replace(result, analyses=finite(found), notes=[*dict.fromkeys([*result.notes, *notes])])
@@ -141,9 +141,8 @@ def _matching(listener: GateListener, against: nn.Module) -> GateListener:
     other = GateListener(against, "audit")
     for mine, its in zip(facts(listener), facts(other), strict=True):
         if mine != its:
-            raise ValueError(
-                f"audit: the model: {mine}, the one to compare with: {its}; both must be checkpoints of the same model"
-            )
+            told = "both must be checkpoints of the same model"
+            raise ValueError(f"audit: the model: {mine}, the one to compare with: {its}; {told}")
     return other
 
 
@@ -230,16 +229,8 @@ def _settings(gate: Gate) -> tuple[Any, ...]:
     """Everything on which a counterpart depends."""
     values = {name: value for name, value in vars(gate.module).items() if isinstance(value, int | float | str)}
     router = getattr(getattr(gate.module, "pointsman", None), "spec", None)
-    return (
-        type(gate.module),
-        virtual_experts_of(gate),
-        gate.num_experts,
-        gate.dim,
-        gate.form,
-        tuple(sorted(values.items())),
-        getattr(gate.block, "top_k", None),
-        router,
-    )
+    own = (type(gate.module), virtual_experts_of(gate), gate.num_experts, gate.dim, gate.form)
+    return (*own, tuple(sorted(values.items())), getattr(gate.block, "top_k", None), router)
 
 
 def shared_experts(gate: Gate) -> float:

@@ -102,33 +102,27 @@ class AuditResult:
                     *self._loads()]  # fmt: skip
         cheapest = self.cheapest_top_k()
         if cheapest is not None and self.top_k is not None and cheapest < self.top_k:
-            said.append(
-                f"k = {cheapest} costs at most {TOLERANCE:.0%} of the loss at k = {self.top_k}, interval included."
-            )
+            margin = f"at most {TOLERANCE:.0%} of the loss at k = {self.top_k}, interval included"
+            said.append(f"k = {cheapest} costs {margin}.")
         if lower := [row for row in self.quality if (most := _most(row)) is not None and most < 0]:
             best = min(lower, key=lambda row: row["loss"])
             gain = best["difference"]
-            said.append(
-                f"The loss at k = {best['top_k']} is lower than at k = {self.top_k} by {-gain['mean']:.4f} ± "
-                f"{gain['half']:.4f} nats a token."
-            )
+            by = f"{-gain['mean']:.4f} ± {gain['half']:.4f} nats a token"
+            said.append(f"The loss at k = {best['top_k']} is lower than at k = {self.top_k} by {by}.")
         elif len(self.quality) > 1 and self._loss() is not None:
             said.append("No other k has a lower loss beyond its interval.")
         tried = [one for one in self.analyses.get("schedules", ()) if len(set(one["ks"].values())) > 1 and one["kept"]]
         one = min(tried, key=lambda row: (row["mean_k"], row["share"]), default=None)
         if one is not None and self.top_k and one["mean_k"] < min(self.top_k, cheapest or self.top_k):
-            said.append(
-                f"With k by layer ({_listed(one['ks'].values())}; mean {one['mean_k']:.3g}) the loss changes by "
-                f"{one['share']:+.2%} ± {one['share_half']:.2%} on held-out text."
-            )
+            shown = f"{_listed(one['ks'].values())}; mean {one['mean_k']:.3g}"
+            said.append(f"With k by layer ({shown}) the loss changes by {_changes(one)}.")
         said += self._prunings()
         for one in self.analyses.get("answers", ()):
             times = one["times"] or {}
             if times.get("half") is not None and abs(times["mean"] - 1) > times["half"]:
-                said.append(
-                    f"k = {one['top_k']} spends {times['mean']:.2f} ± {times['half']:.2f} times the tokens of k = "
-                    f"{self.top_k} on the task; it reaches {one['reached']['mean']:.1%} of the answers."
-                )
+                spent = f"{times['mean']:.2f} ± {times['half']:.2f} times the tokens of k = {self.top_k} on the task"
+                reached = f"it reaches {one['reached']['mean']:.1%} of the answers"
+                said.append(f"k = {one['top_k']} spends {spent}; {reached}.")
         return said + self._loads()
 
     def guessing(self) -> float | None:
@@ -141,10 +135,9 @@ class AuditResult:
         tried = self.analyses.get("prunings") or ()
         if one := smallest_within(tried):
             how = "pruned" if one["method"] == "reap" else "merged"
-            return [f"With {one['kept']} of {one['experts']} experts a layer ({how} by {one['method']}) the loss "
-                    f"changes by {one['share']:+.2%} ± {one['share_half']:.2%} on held-out text"
-                    f"{'' if beats_random(one['random']) else ', not shown to be better than random pruning'}."
-                    ]  # fmt: skip
+            worth = "" if beats_random(one["random"]) else ", not shown to be better than random pruning"
+            fewer = f"With {one['kept']} of {one['experts']} experts a layer ({how} by {one['method']})"
+            return [f"{fewer} the loss changes by {_changes(one)}{worth}."]
         most = max((one["kept"] for one in tried), default=0)
         return [f"No pruning or merge to {most} of {tried[0]['experts']} experts a layer, or fewer, is shown to keep "
                 f"the loss within {TOLERANCE:.0%}."] if tried else []  # fmt: skip
@@ -155,17 +148,14 @@ class AuditResult:
         apart = [one for one in self.analyses.get("divergence") or () if one["half"] and one["mean"] > one["half"]]
         if apart:
             one, serve = max(apart, key=lambda row: row["mean"]), len(self.analyses["specialists"])
-            said.append(
-                f"Loads differ most between {' and '.join(one['domains'])}: {one['mean']:.3f} ± {one['half']:.3f} "
-                f"bits, 1 at most; {serve} expert{' serves' if serve == 1 else 's serve'} one domain."
-            )
+            bits = f"{one['mean']:.3f} ± {one['half']:.3f} bits, 1 at most"
+            serving = f"{serve} expert{' serves' if serve == 1 else 's serve'} one domain"
+            said.append(f"Loads differ most between {' and '.join(one['domains'])}: {bits}; {serving}.")
         for one in (self.analyses.get("coverage") or ())[-1:]:
             if one["reached"] and one["tokens"]:
                 first = "" if one["first_tokens"] == one["tokens"] else f" (its first {one['first_tokens']:,} do)"
-                said.append(
-                    f"{one['tokens']:,} tokens of this text reach {one['reached']:,} of {one['experts']:,} experts "
-                    f"{one['times']} times each{first}."
-                )
+                reach = f"reach {one['reached']:,} of {one['experts']:,} experts {one['times']} times each"
+                said.append(f"{one['tokens']:,} tokens of this text {reach}{first}.")
         for what, found in (("got no text token", self.dead()), (hot, self.hot())):
             if found:
                 count = sum(len(experts) for experts in found.values())
@@ -175,9 +165,8 @@ class AuditResult:
                 said.append(f"{several} {what} (in {short_layer(layer)}: {shown}).")
         changed = {name: layer["bfloat16"]["sets"] or 0 for name, layer in self.layers.items() if "bfloat16" in layer}
         if changed and changed[worst := max(changed, key=changed.__getitem__)]:
-            said.append(
-                f"In bf16 up to {changed[worst]:.2%} of the tokens choose other experts ({short_layer(worst)})."
-            )
+            share, where = changed[worst], short_layer(worst)
+            said.append(f"In bf16 up to {share:.2%} of the tokens choose other experts ({where}).")
         moved = {name: of["fluctuation"]["top1"] or 0 for name, of in self.layers.items() if "fluctuation" in of}
         if moved:
             worst = max(moved, key=moved.__getitem__)
@@ -185,10 +174,8 @@ class AuditResult:
         return said
 
     def _routers(self) -> list[str]:
-        kinds = Counter(
-            (layer.get("router"), layer.get("without"), layer.get("shared_experts") or 0.0)
-            for layer in self.layers.values()
-        )
+        layers = self.layers.values()
+        kinds = Counter((of.get("router"), of.get("without"), of.get("shared_experts") or 0.0) for of in layers)
         sentences = []
         for (spec, why, shared), count in kinds.items():
             none = f"a router without a counterpart here ({why})" if why else "a router without a counterpart here"
@@ -217,9 +204,6 @@ class AuditResult:
         Args:
             data: the name of the texts on the page.
             command: the command line of this audit, for the page.
-
-        Returns:
-            the directory.
         """
         folder = Path(directory)
         experts = max(layer["num_experts"] for layer in self.layers.values())
@@ -270,6 +254,10 @@ def beats_random(difference: Mapping[str, Any]) -> bool:
 
 def _counted(number: float, what: str) -> str:
     return f"{number:g} {what}{'' if number == 1 else 's'}"
+
+
+def _changes(one: Mapping[str, Any]) -> str:
+    return f"{one['share']:+.2%} ± {one['share_half']:.2%} on held-out text"
 
 
 def _listed(values: Iterable[int]) -> str:

@@ -120,11 +120,10 @@ class AuditRun:
             except (RuntimeError, ValueError, IndexError) as error:  # some classes fail at other values of k
                 if k == self.own and isinstance(error, ValueError | torch.OutOfMemoryError):
                     raise
+                kind = type(self.model).__name__
                 if k == self.own:
-                    raise ValueError(
-                        f"audit: {type(self.model).__name__} itself fails on the text ({error})"
-                    ) from error
-                self.failed[k] = f"k = {k}: {type(self.model).__name__} itself fails ({error})"
+                    raise ValueError(f"audit: {kind} itself fails on the text ({error})") from error
+                self.failed[k] = f"k = {k}: {kind} itself fails ({error})"
                 self.agreement[k].clear()
                 sample.routings.pop(k or 0, None)
                 continue
@@ -189,9 +188,8 @@ class AuditRun:
             self.blocks.add_losses("against", row_losses(self.other.model, batch))
         others = keep.routings
         if others.keys() != own.keys():
-            raise ValueError(
-                f"audit: {len(own)} gates read the text's tokens in the model, {len(others)} in the one to compare with"
-            )
+            told = f"{len(own)} gates read the text's tokens in the model, {len(others)} in the one to compare with"
+            raise ValueError(f"audit: {told}")
         for layer, routing in own.items():
             device = routing.experts.device
             other = map_routing(others[layer], partial(torch.Tensor.to, device=device))
@@ -211,9 +209,7 @@ class AuditRun:
             one: dict[str, Any] = {"num_experts": experts, **router, **found[layer]}
             one["apart"] = {kind: result[layer] for kind, result in other_kinds.items() if layer in result}
             one["top_k"] = self.width[layer]
-            one["agreement"] = [
-                {"top_k": k, **self.agreement[k][layer].result()} for k in self.ks if layer in self.agreement[k]
-            ]
+            one["agreement"] = [{"top_k": k, **of[layer].result()} for k, of in self.agreement.items() if layer in of]
             if layer in self.precisions.found:
                 one["bfloat16"] = self.precisions.found[layer].result()
             if layer in self.fluctuation:
@@ -231,14 +227,10 @@ class AuditRun:
         for k in measured:
             found_loss = self.blocks.loss(k)
             loss, count = found_loss["mean"], self.blocks.tokens(k)
-            routers = {
-                layer: {
-                    "entropy": of["entropy"]["mean"],
-                    "entropy_std": of["entropy"]["std"],
-                    "load": of["load"]["share"],
-                }
-                for layer, of in self.routing[k].result().items()
-            }
+            routers = {}
+            for layer, of in self.routing[k].result().items():
+                entropy, load = of["entropy"], of["load"]["share"]
+                routers[layer] = {"entropy": entropy["mean"], "entropy_std": entropy["std"], "load": load}
             if loss is not None and not math.isfinite(loss):
                 notes.append(f"k = {k}: the loss is {loss}: the model overflows, or its weights are not finite")
                 loss = None

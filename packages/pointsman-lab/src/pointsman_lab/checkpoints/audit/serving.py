@@ -13,7 +13,7 @@ from pointsman.hf.counterpart import virtual_experts_of
 from pointsman.hf.gates import Gate, find_gates
 from pointsman.hf.listen import GateListener
 from pointsman_lab.checkpoints.audit.trials import measured
-from pointsman_lab.checkpoints.text import TEXT, TextBatch
+from pointsman_lab.checkpoints.text import TEXT, Batches
 
 MACHINES = {
     "H100 SXM": (3.35e12, 989e12),
@@ -67,7 +67,7 @@ def serving(model: nn.Module, gates: Sequence[Gate], loads: Mapping[Any, Loads])
     return {"parameters": total, "experts": experts, "memory": memory, "rows": rows}
 
 
-def served(model: nn.Module, batches: Sequence[TextBatch], k: int) -> tuple[Mapping[str, Any], dict[str, Any]]:
+def served(model: nn.Module, batches: Batches, k: int) -> tuple[Mapping[str, Any], dict[str, Any]]:
     """Layer -> the load of the text's tokens at the model's own k, and what it costs to serve it."""
     found, mask = Diagnostics("load"), torch.zeros(0)
 

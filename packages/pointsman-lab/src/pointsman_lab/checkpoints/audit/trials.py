@@ -18,7 +18,7 @@ from pointsman.hf.gates import Gate
 from pointsman.hf.top_k import TopKField, gate_top_k
 from pointsman_lab.checkpoints.audit.blocks import row_losses
 from pointsman_lab.checkpoints.outputs import expert_sums, why_unreadable, without_expert
-from pointsman_lab.checkpoints.text import PADDING, TEXT, TextBatch
+from pointsman_lab.checkpoints.text import PADDING, TEXT, Batches, TextBatch
 from pointsman_lab.intervals import ratio
 
 TRIED = 8
@@ -31,7 +31,7 @@ Rows = Sequence[tuple[float, int]]
 """(nats, tokens) of the parts of all rows."""
 
 
-def halves(batches: Sequence[TextBatch]) -> tuple[list[TextBatch], list[TextBatch]]:
+def halves(batches: Batches) -> tuple[list[TextBatch], list[TextBatch]]:
     """Every second row of the text, and the others."""
     found: tuple[list[TextBatch], list[TextBatch]] = ([], [])
     start = 0
@@ -44,12 +44,12 @@ def halves(batches: Sequence[TextBatch]) -> tuple[list[TextBatch], list[TextBatc
     return found
 
 
-def predicts(batches: Sequence[TextBatch]) -> bool:
+def predicts(batches: Batches) -> bool:
     """Whether a row has a text token after another token."""
     return any(bool(((one.kinds[:, 1:] == TEXT) & (one.kinds[:, :-1] != PADDING)).any()) for one in batches)
 
 
-def measured(model: nn.Module, batches: Sequence[TextBatch]) -> Rows:
+def measured(model: nn.Module, batches: Batches) -> Rows:
     return [part for batch in batches for row in row_losses(model, batch) or () for part in row]
 
 
@@ -70,9 +70,7 @@ def verdict(rise: Mapping[str, Any], loss: float, margin: float) -> dict[str, An
     return {"share": change, "share_half": half, "within": within}
 
 
-def super_experts(
-    model: nn.Module, gates: Sequence[Gate], search: Sequence[TextBatch], held_out: Sequence[TextBatch]
-) -> list[dict[str, Any]]:
+def super_experts(model: nn.Module, gates: Sequence[Gate], search: Batches, held_out: Batches) -> list[dict[str, Any]]:
     """The experts without whose output the loss changes most, largest first.
 
     In a model with many experts those with the largest output (max |f_i| over tokens) are tried.
@@ -113,12 +111,7 @@ def _schedule(fields: Sequence[TopKField], ks: Sequence[int]) -> Iterator[None]:
 
 
 def schedules(
-    model: nn.Module,
-    gates: Sequence[Gate],
-    ks: Iterable[int],
-    search: Sequence[TextBatch],
-    held_out: Sequence[TextBatch],
-    margin: float,
+    model: nn.Module, gates: Sequence[Gate], ks: Iterable[int], search: Batches, held_out: Batches, margin: float
 ) -> list[dict[str, Any]]:
     """Schedules of k by layer with the fewest experts whose loss stays within `margin`, beside one k for all layers.
 
