@@ -66,9 +66,8 @@ class LoopOfExperts(nn.Module):
         output = torch.zeros_like(x)
         for expert in range(len(self.w_out)):
             hidden = F.silu(x @ self.w_gate[expert].T) * (x @ self.w_in[expert].T)
-            output = output + (weights * (indices == expert)).sum(-1, keepdim=True).to(x.dtype) * (
-                hidden @ self.w_out[expert].T
-            )
+            share = (weights * (indices == expert)).sum(-1, keepdim=True).to(x.dtype)
+            output = output + share * (hidden @ self.w_out[expert].T)
         return output
 
 

@@ -12,6 +12,9 @@ from torch import nn
 from pointsman.testing.trainers.case import RATE, Batch, Setting, world
 from pointsman.testing.trainers.own import OfTransformers, OwnStep
 
+Steps = Sequence[Sequence[Batch]]
+"""Of each step its micro-batches."""
+
 
 def loop(model: Any, batches: Sequence[Batch], max_norm: float | None = None, bf16: bool = False) -> None:
     """A plain loop: the mean of the losses of the micro-batches, one optimizer step."""
@@ -33,7 +36,7 @@ class Loop(OwnStep):
         super().__init__(loop)
 
 
-def examples_of(steps: Sequence[Sequence[Batch]]) -> list[Batch]:
+def examples_of(steps: Steps) -> list[Batch]:
     """Every row of these micro-batches as an example."""
     return [
         {name: value[place] for name, value in one.items()}
@@ -54,7 +57,7 @@ class TransformersTrainer(OfTransformers):
     name = "trainer"
     packages: Sequence[str] = ("transformers", "accelerate", "torch")
 
-    def arguments(self, steps: Sequence[Sequence[Batch]], setting: Setting, folder: str) -> dict[str, Any]:
+    def arguments(self, steps: Steps, setting: Setting, folder: str) -> dict[str, Any]:
         return {
             "output_dir": folder, "max_steps": len(steps), "per_device_train_batch_size": len(steps[0][0]["input_ids"]),
             "gradient_accumulation_steps": len(steps[0]), "learning_rate": RATE, "max_grad_norm": setting.max_norm or 0,
@@ -65,9 +68,7 @@ class TransformersTrainer(OfTransformers):
             "log_level": "error",
         }  # fmt: skip
 
-    def trainer(
-        self, model: nn.Module, steps: Sequence[Sequence[Batch]], setting: Setting, folder: str, **changes: Any
-    ) -> Any:
+    def trainer(self, model: nn.Module, steps: Steps, setting: Setting, folder: str, **changes: Any) -> Any:
         """Reads the examples in their order, and prints nothing."""
         from transformers import PrinterCallback
 
@@ -89,7 +90,7 @@ class TransformersTrainer(OfTransformers):
 
         return Stock, TrainingArguments, {"train_dataset": rows, "data_collator": stacked}
 
-    def train(self, model: nn.Module, steps: Sequence[Sequence[Batch]], setting: Setting) -> None:
+    def train(self, model: nn.Module, steps: Steps, setting: Setting) -> None:
         with tempfile.TemporaryDirectory() as folder:
             self.trainer(model, steps, setting, folder).train()
 
@@ -98,9 +99,7 @@ class TransformersTrainer(OfTransformers):
             self.trainer(model, [batches], setting, folder).evaluate(examples_of([batches]))
         model.train()
 
-    def interrupted(
-        self, first: nn.Module, second: nn.Module, steps: Sequence[Sequence[Batch]], setting: Setting, folder: str
-    ) -> None:
+    def interrupted(self, first: nn.Module, second: nn.Module, steps: Steps, setting: Setting, folder: str) -> None:
         saving = {"save_strategy": "steps", "save_steps": 1}
         self.trainer(first, steps, setting, folder, **{**saving, "max_steps": 1}).train()
         self.trainer(second, steps, setting, folder, **saving).train(f"{folder}/checkpoint-1")
@@ -118,9 +117,8 @@ class Accelerate(OfTransformers):
 
         AcceleratorState._reset_state(True)  # its precision is that of the process
         GradientState._reset_state()
-        accelerator = Accelerator(
-            cpu=True, gradient_accumulation_steps=count, mixed_precision="bf16" if setting.bf16 else "no"
-        )
+        precision = "bf16" if setting.bf16 else "no"
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=count, mixed_precision=precision)
         if setting.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         optimizer = torch.optim.SGD(model.parameters(), RATE, momentum=0.9)
@@ -137,14 +135,12 @@ class Accelerate(OfTransformers):
                 optimizer.step()
                 optimizer.zero_grad()
 
-    def train(self, model: nn.Module, steps: Sequence[Sequence[Batch]], setting: Setting) -> None:
+    def train(self, model: nn.Module, steps: Steps, setting: Setting) -> None:
         parts = self.ready(model, setting, len(steps[0]))
         for batches in steps:
             self.step(*parts, batches, setting)
 
-    def interrupted(
-        self, first: nn.Module, second: nn.Module, steps: Sequence[Sequence[Batch]], setting: Setting, folder: str
-    ) -> None:
+    def interrupted(self, first: nn.Module, second: nn.Module, steps: Steps, setting: Setting, folder: str) -> None:
         parts = self.ready(first, setting, len(steps[0]))
         self.step(*parts, steps[0], setting)
         parts[0].save_state(folder)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pointsman.testing.trainers.case import RATE, VOCABULARY, Batch, NotApplicable, Setting, world
 from pointsman.testing.trainers.own import OfTransformers
-from pointsman_lab.checks.loops import TransformersTrainer, stacked
+from pointsman_lab.checks.loops import Steps, TransformersTrainer, stacked
 
 
 class Trl(TransformersTrainer):
@@ -81,7 +81,7 @@ class Lightning(OfTransformers):
     name = "lightning"
     packages = ("lightning", "transformers", "torch")
 
-    def fitted(self, model: nn.Module, steps: Sequence[Sequence[Batch]], setting: Setting, **changes: Any) -> Any:
+    def fitted(self, model: nn.Module, steps: Steps, setting: Setting, **changes: Any) -> Any:
         import logging
 
         from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -123,7 +123,7 @@ class Lightning(OfTransformers):
         trainer = Stock(devices=world(), **{**settings, **changes})
         return trainer, Module(), DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
-    def train(self, model: nn.Module, steps: Sequence[Sequence[Batch]], setting: Setting) -> None:
+    def train(self, model: nn.Module, steps: Steps, setting: Setting) -> None:
         trainer, module, data = self.fitted(model, steps, setting)
         trainer.fit(module, data)
 
@@ -132,9 +132,7 @@ class Lightning(OfTransformers):
         trainer.validate(module, data, verbose=False)
         model.train()
 
-    def interrupted(
-        self, first: nn.Module, second: nn.Module, steps: Sequence[Sequence[Batch]], setting: Setting, folder: str
-    ) -> None:
+    def interrupted(self, first: nn.Module, second: nn.Module, steps: Steps, setting: Setting, folder: str) -> None:
         file = os.path.join(folder, "one.ckpt")
         trainer, module, data = self.fitted(first, steps, setting, max_steps=1)
         trainer.fit(module, data)
@@ -171,18 +169,16 @@ class DeepSpeed(OfTransformers):
             engine.compile(backend="aot_eager")
         return engine
 
-    def steps(self, engine: Any, steps: Sequence[Sequence[Batch]]) -> None:
+    def steps(self, engine: Any, steps: Steps) -> None:
         for batches in steps:
             for one in batches:
                 engine.backward(engine(**one).loss)
                 engine.step()
 
-    def train(self, model: nn.Module, steps: Sequence[Sequence[Batch]], setting: Setting) -> None:
+    def train(self, model: nn.Module, steps: Steps, setting: Setting) -> None:
         self.steps(self.engine(model, steps[0], setting), steps)
 
-    def interrupted(
-        self, first: nn.Module, second: nn.Module, steps: Sequence[Sequence[Batch]], setting: Setting, folder: str
-    ) -> None:
+    def interrupted(self, first: nn.Module, second: nn.Module, steps: Steps, setting: Setting, folder: str) -> None:
         engine = self.engine(first, steps[0], setting)
         self.steps(engine, steps[:1])
         engine.save_checkpoint(folder)

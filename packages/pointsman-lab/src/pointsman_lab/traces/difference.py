@@ -113,9 +113,8 @@ def _same_layers(a: RoutingTrace, b: RoutingTrace) -> RoutingTrace:
     b = _with_layers(a, b, dict(zip(a.layers, names, strict=True)))
     for layer in a.layers:
         if a.num_experts[layer] != b.num_experts[layer]:
-            raise ValueError(
-                f"layer {layer!r} has {a.num_experts[layer]} experts in one trace, {b.num_experts[layer]} in the other"
-            )
+            numbers = f"{a.num_experts[layer]} experts in one trace, {b.num_experts[layer]} in the other"
+            raise ValueError(f"layer {layer!r} has {numbers}")
         if a.top_k(layer) != b.top_k(layer):
             raise ValueError(f"layer {layer!r}: a token has {a.top_k(layer)} choices in one trace, {b.top_k(layer)} in "
                              "the other: record both at the same k")  # fmt: skip
@@ -152,10 +151,8 @@ def _same_lengths(a: RoutingTrace, b: RoutingTrace) -> tuple[RoutingTrace, Routi
             each = bool((longer.lengths - shorter.lengths == 1).all())
             what = "a token is missing at one end of every sequence" if each else "padding is counted"
             return (cut, b, [what]) if longer is a else (a, cut, [what])
-    raise ValueError(
-        f"{len(a.lengths)} sequences of {a.tokens:,} tokens in one trace, {len(b.lengths)} of {b.tokens:,} in the "
-        "other: they are not of the same text"
-    )
+    one, other = f"{len(a.lengths)} sequences of {a.tokens:,} tokens", f"{len(b.lengths)} of {b.tokens:,}"
+    raise ValueError(f"{one} in one trace, {other} in the other: they are not of the same text")
 
 
 def _without_padding(longer: RoutingTrace, shorter: RoutingTrace) -> RoutingTrace:

@@ -48,9 +48,8 @@ def of_layer(layer: str, a: RoutingTrace, b: RoutingTrace) -> LayerDifference:
     if not logits or not finite or k >= a.num_experts[layer] or not tokens:
         return LayerDifference(tokens, share)
     margins = _margins(logits[0], k)
-    found = LayerDifference(
-        tokens, share, float(margins[known].mean()), float(margins[other].mean()) if bool(other.any()) else None
-    )
+    of_other = float(margins[other].mean()) if bool(other.any()) else None
+    found = LayerDifference(tokens, share, float(margins[known].mean()), of_other)
     if len(logits) < 2:
         return found
     mine, its = logits

@@ -43,10 +43,8 @@ def replicated(loads: Tensor, devices: int, spare: int) -> Placement:
     copies = [1] * len(loads)
     for _ in range(spare):
         copies[max(range(len(copies)), key=lambda e: float(loads[e]) / copies[e])] += 1
-    each = [
-        (float(load) / n, expert) for expert, (load, n) in enumerate(zip(loads, copies, strict=True)) for _ in range(n)
-    ]
-    return _packed(each, devices)
+    shares = [(float(load) / n, n) for load, n in zip(loads, copies, strict=True)]
+    return _packed([(share, expert) for expert, (share, n) in enumerate(shares) for _ in range(n)], devices)
 
 
 def _packed(weights: Iterable[tuple[float, int]], devices: int) -> Placement:
