@@ -14,6 +14,7 @@ from pointsman_lab.cli.main import main
 from pointsman_lab.finetuning import Finetuning, compare_tasks
 from pointsman_lab.progress import Quiet
 from pointsman_lab.report import TaskTable
+from pointsman_lab.runs.comparison import read_comparison
 
 
 class Titles(Quiet):
@@ -59,7 +60,7 @@ def test_every_row_is_fine_tuned_and_an_interrupted_comparison_goes_on(own: Path
     watch = Titles()
     compare_tasks(own, [settings], repeats=2, progress=watch)
     name = settings.variant
-    table = TaskTable.read(own, name)
+    table = TaskTable.of(read_comparison(own), name)
     table.write(own)
     every = [f"{router} on {name}, seed {seed}" for seed in (0, 1000) for router in ("smoe", "xmoe", "dense")]
     assert list(watch.told) == every
@@ -83,7 +84,7 @@ def test_every_row_is_fine_tuned_and_an_interrupted_comparison_goes_on(own: Path
         record = json.loads((own / f"runs/{row.router}/seed-0/finetune/{name}/seed-0/evaluation.json").read_text())
         assert row.cost["total"] == record["parameters"], "what trains: the head, no router"
     compare_tasks(own, [settings], repeats=2, progress=Quiet())
-    assert TaskTable.read(own, name).csv() == table.csv()
+    assert TaskTable.of(read_comparison(own), name).csv() == table.csv()
 
 
 def test_any_number_of_jobs_gives_the_same_bits(own: Path, task: str, tmp_path: Path) -> None:
@@ -155,7 +156,7 @@ def test_only_the_rows_that_are_named_and_have_saved(own: Path, task: str) -> No
 
     compare_tasks(own, [settings], routers=["xmoe", "dense"], progress=Noting())
     assert "passed over, without a checkpoint: xmoe (seed 0)" in notes
-    assert [row.router for row in TaskTable.read(own, settings.variant).table.rows] == ["dense"]
+    assert [row.router for row in TaskTable.of(read_comparison(own), settings.variant).table.rows] == ["dense"]
     with pytest.raises(RunError, match="has no row 'smeo': did you mean 'smoe'"):
         compare_tasks(own, [settings], routers=["smeo"], progress=Quiet())
     with pytest.raises(RunError, match="no run has a checkpoint"):
@@ -166,4 +167,4 @@ def test_no_comparison_no_tables(tmp_path: Path, task: str) -> None:
     with pytest.raises(RunError, match="holds no comparison"):
         compare_tasks(tmp_path, [Finetuning(task)], progress=Quiet())
     with pytest.raises(RunError, match="neither a run directory"):
-        TaskTable.read(tmp_path, "sst2")
+        TaskTable.of(read_comparison(tmp_path), "sst2")

@@ -14,7 +14,7 @@ from pointsman._errors import RunError
 from pointsman_lab.recipes import preset as make_preset
 from pointsman_lab.recipes import recipe, recipes
 from pointsman_lab.registry import presets
-from pointsman_lab.report.cells import canonical, has_settings_of
+from pointsman_lab.report.cells import canonical, changed_settings
 from pointsman_lab.report.paper import PaperComparison, paper_tables
 from pointsman_lab.report.published import papers
 from pointsman_lab.runs.record import read_run
@@ -207,7 +207,7 @@ def test_runs_of_other_settings_share_no_cell(tmp_path: Path) -> None:
 def test_rows_of_a_recipe_are_the_papers_whatever_the_router(tmp_path: Path, router: str) -> None:
     config = recipe("hyperrouter-enwik8-small-code", router=router)
     run = enwik8_run(tmp_path / "r", router, 0, {16: 1.5}, "hyperrouter-enwik8-small-code", config.steps)
-    assert has_settings_of(read_run(run), "hyperrouter-enwik8-small-code")
+    assert changed_settings(read_run(run), "hyperrouter-enwik8-small-code") == {}
 
 
 def test_presets_of_tables_exist() -> None:

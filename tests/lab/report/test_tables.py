@@ -32,10 +32,10 @@ def test_cell_statistics_by_hand() -> None:
     cell = Cell({0: 1.0, 1: 2.0, 2: 6.0})
     assert cell.mean == 3.0
     assert cell.std == pytest.approx(math.sqrt(7.0))  # (4 + 1 + 9) / 2
-    assert cell.interval == pytest.approx(4.302653 * math.sqrt(7.0 / 3.0))
+    assert Paired([*cell.values.values()]).half == pytest.approx(4.302653 * math.sqrt(7.0 / 3.0))
     assert cell.text(2) == "3.00 ± 2.65"
     assert Cell({4: 1.25}).text(1, sign=True) == "+1.2"
-    assert (Cell({}).text(3), Cell({}).mean, Cell({4: 1.0}).std, Cell({4: 1.0}).interval) == ("-", None, None, None)
+    assert (Cell({}).text(3), Cell({}).mean, Cell({4: 1.0}).std, Paired([1.0]).half) == ("-", None, None, None)
     assert [Cell({0: -0.0004}).text(3, sign=sign) for sign in (False, True)] == ["0.000", "+0.000"]  # no -0.000
     assert Paired([-0.004, -0.004]).text(2) == "+0.00"
     assert squared_variation({"load": [1.0, 3.0]}) == 0.25
@@ -278,7 +278,7 @@ def test_fine_tunings_of_a_run_count_once(tmp_path: Path) -> None:
             record["results"] = [{**row, "top_k": 2} for row in record["results"][:1]]
             record["results"][0]["routers"] = {"a": {"load": shares}} if shares else {}
             file.write_text(json.dumps(record))
-    table = TaskTable.read(path, "sst2")
+    table = TaskTable.of(read_comparison(path), "sst2")
     assert [row.done for row in table.table.rows] == [[0, 1, 1000, 1001, 2000, 2001]] * 2
     [cells] = table.table.paired().values()
     assert cells[2].values == pytest.approx([10.0, 10.0]), "a run's three fine-tunings are one value, in points"
@@ -290,7 +290,7 @@ def test_fine_tunings_of_a_run_count_once(tmp_path: Path) -> None:
         record = json.loads(file.read_text())
         record["protocol"]["from_scratch"] = True
         file.write_text(json.dumps(record))
-    assert TaskTable.read(path, "sst2").routing["smoe"]["consistency"] is None
+    assert TaskTable.of(read_comparison(path), "sst2").routing["smoe"]["consistency"] is None
 
 
 def test_fine_tunings_of_one_run_in_a_comparison_of_one_seed_are_one_value(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_fine_tunings_of_one_run_in_a_comparison_of_one_seed_are_one_value(tmp_p
     for (router, _), run in read_comparison(path).runs.items():
         for own in range(3):  # as `finetune RUN --seeds 3` makes them
             write_finetuning(run.path, "sst2", router, own, metric=0.7 + 0.1 * (router == "xmoe") + 0.001 * own)
-    table = TaskTable.read(path, "sst2")
+    table = TaskTable.of(read_comparison(path), "sst2")
     assert "not comparable" not in table.note
     [cells] = table.table.paired().values()
     assert all(one.half is None and len(one.values) == 1 for one in cells.values() if one.values)
@@ -306,7 +306,9 @@ def test_fine_tunings_of_one_run_in_a_comparison_of_one_seed_are_one_value(tmp_p
     file = next(path.glob("runs/*/*/finetune/sst2/*/evaluation.json"))
     record = json.loads(file.read_text())
     file.write_text(json.dumps({**record, "protocol": {**record["protocol"], "steps": 7}}))
-    assert TaskTable.read(path, "sst2").note.endswith("; rows differ in steps: their figures are not comparable")
+    assert TaskTable.of(read_comparison(path), "sst2").note.endswith(
+        "; rows differ in steps: their figures are not comparable"
+    )
 
 
 def test_a_strangers_name_ends_no_line(tmp_path: Path) -> None:

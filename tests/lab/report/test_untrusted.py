@@ -29,6 +29,7 @@ from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.report.task_table import TaskTable, consistency
 from pointsman_lab.runs.checkpoints import CheckpointError
 from pointsman_lab.runs.compact import RECORD, restore, write_record
+from pointsman_lab.runs.comparison import read_comparison
 from pointsman_lab.runs.record import read_metrics
 from pointsman_lab.tasks.images.layouts import open_layout
 from pointsman_lab.training.run import load_run
@@ -181,7 +182,7 @@ def test_figures_that_no_run_has_stop_no_page(tmp_path: Path) -> None:
     page = write_report(out).read_text()
     assert "the protocol is not recorded" in page
     changed(run / "evaluation.json", lambda values: values["results"][0]["routers"]["blocks.0.moe"].pop("load"))
-    assert TaskTable.read(out, "sst2").note == "the protocol is not recorded"
+    assert TaskTable.of(read_comparison(out), "sst2").note == "the protocol is not recorded"
     changed(tuned / "evaluation.json", lambda values: values["results"][0]["routers"]["blocks.0.moe"].pop("load"))
     assert consistency([(tuned, json.loads((tuned / "evaluation.json").read_text()))]) is None
     assert [finite(value) for value in (1e151, -(10**400), float("nan"), 2, True)] == [None, None, None, 2.0, None]

@@ -11,6 +11,7 @@ from pointsman_lab.intervals import smallest_within
 from pointsman_lab.report.series import short_layer
 
 Found = Mapping[str, Any]
+Row = Sequence[str]
 Part = dict[str, Any]
 """What `part` makes."""
 INTERVAL = "± is half of the 95 % interval over paired quarters of rows of text; a difference within it is none."
@@ -18,9 +19,7 @@ HOW = {"reap": "pruned (reap)", "m-smoe": "merged (m-smoe)"}
 KEPT = {True: "yes", False: "no", None: "not decided by this text"}
 
 
-def part(
-    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], note: str, words: Sequence[int] = ()
-) -> Part:
+def part(title: str, header: Sequence[str], rows: Sequence[Row], note: str, words: Sequence[int] = ()) -> Part:
     """A table of the page, what its figures mean, and which of its columns hold words."""
     return {"title": title, "grid": Grid(header, rows, code=False), "note": note, "words": words}
 
@@ -66,13 +65,10 @@ def dropped(audit: Found) -> Part:
     for layer, groups in (one.get("groups") or {}).items():
         merged = ", ".join(" + ".join(map(str, group)) for group in groups if len(group) > 1)
         rows.append([short_layer(layer), merged or ", ".join(map(str, one["dropped"].get(layer, ()))) or NONE])
-    what = (
-        "The smallest model whose loss is shown to stay within 1 %" if kept else "No model is shown to stay within 1 %"
-    )
-    note = (
-        f"{what}; this is the one that is {HOW.get(str(one.get('method')), '')} to {one.get('kept')} experts a layer."
-        + (" 3 + 5: these become one." if one.get("method") == "m-smoe" else "")
-    )
+    which = "The smallest model whose loss is" if kept else "No model is"
+    how = HOW.get(str(one.get("method")), "")
+    note = f"{which} shown to stay within 1 %; this is the one that is {how} to {one.get('kept')} experts a layer."
+    note += " 3 + 5: these become one." if one.get("method") == "m-smoe" else ""
     return part("Which experts go", ["layer", "experts"], rows, note, words=(1,))
 
 

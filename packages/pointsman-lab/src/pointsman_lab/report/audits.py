@@ -173,10 +173,8 @@ def _verdict(one: Found) -> str:
 
 def _specialists(audit: Found) -> Part:
     found = sorted(audit.get("specialists") or (), key=lambda one: -one["share"])
-    rows = [
-        [_expert(one), one["domain"], spread({**one, "mean": one["share"]}, 1, scale=100), f"{one['tokens']:,}"]
-        for one in found[:MOST]
-    ]
+    shares = [(one, spread({**one, "mean": one["share"]}, 1, scale=100)) for one in found[:MOST]]
+    rows = [[_expert(one), one["domain"], share, f"{one['tokens']:,}"] for one, share in shares]
     note = (
         f"All {len(found)} experts with at least three quarters of their choices in one domain, at equal numbers of "
         "tokens of each, the lower end of the interval included."

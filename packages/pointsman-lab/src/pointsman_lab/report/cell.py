@@ -135,11 +135,6 @@ class Cell:
         """Sample standard deviation (n - 1); None below two seeds."""
         return statistics.stdev(self.values.values()) if len(self.values) > 1 else None
 
-    @property
-    def interval(self) -> float | None:
-        """Half the width of the 95 % confidence interval of the mean (Student's t); None below two seeds."""
-        return Paired(list(self.values.values())).half
-
     def text(self, decimals: int, scale: float = 1.0, *, sign: bool = False) -> str:
         """`mean ± std` with this many decimals, the mean alone for one seed, '-' for none."""
         if self.mean is None:

@@ -29,12 +29,8 @@ def measured(table: PublishedTable, runs: Sequence[RunRecord]) -> dict[str, dict
     """Our figures by setting: all runs that match a cell, over seeds. Of several routers of one line each is named."""
     values: dict[str, dict[tuple[int, int], dict[int, float]]] = {}
     taken: dict[tuple[str, int, int, int], Path] = {}
-    placed = [
-        (run, setting(run, table), i)
-        for run in runs
-        for i, line in enumerate(table.lines)
-        if belongs(run, line, table.free)
-    ]
+    lines = list(enumerate(table.lines))
+    placed = [(run, setting(run, table), i) for run in runs for i, line in lines if belongs(run, line, table.free)]
     routers: dict[tuple[str, int], set[str]] = {}
     for run, told, i in placed:
         routers.setdefault((told, i), set()).add(canonical(run.router))
@@ -188,9 +184,11 @@ def _setting_of_all_tasks(run: RunRecord, table: PublishedTable) -> str:
     """Pre-training and fine-tuning in words, without the task; freezing and balance only where no line says them."""
     before = read_run(pretrained_of(run.path))
     words = run.path.parent.name.partition(",")[2].split(",")
-    words = [word for word in words if word and word.partition("=")[0] not in _said_by(table)]
+    said = {"freeze" for line in table.lines if line.frozen}
+    said |= {"balance" for line in table.lines if line.balance is not None}
+    words = [word for word in words if word and word.partition("=")[0] not in said]
     told = ", ".join([str(before.config.get("preset") or "own settings"), f"{before.steps or 0:,} steps", "fine-tuned"])
-    papers = XMOE in words and has_settings_of(before, "xmoe-base") and _is_papers_fine_tuning(run, table)
+    papers = XMOE in words and changed_settings(before, "xmoe-base") == {} and _is_papers_fine_tuning(run, table)
     told = " ".join([told, *words])
     return told if papers else f"{told} (not the paper's setting)"
 
@@ -210,17 +208,6 @@ def _is_papers_fine_tuning(run: RunRecord, table: PublishedTable) -> bool:
     wanted = {"batch_size": usual.batch_size, "segment_length": usual.length, **usual.settings(run.steps, XMOE)}
     steps = round(usual.epochs * -(-(every - held) // usual.batch_size))
     return run.steps == steps and wanted.items() <= run.config.items()
-
-
-def _said_by(table: PublishedTable) -> set[str]:
-    """Words of a variant that the table's lines stand for."""
-    said = {"freeze"} if any(line.frozen for line in table.lines) else set()
-    return said | ({"balance"} if any(line.balance is not None for line in table.lines) else set())
-
-
-def has_settings_of(run: RunRecord, preset: str) -> bool:
-    """Whether a run's settings are the preset's or recipe's, except router, seed, data and evaluation."""
-    return changed_settings(run, preset) == {}
 
 
 def changed_settings(run: RunRecord, preset: str) -> dict[str, Any] | None:

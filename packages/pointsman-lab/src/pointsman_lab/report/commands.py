@@ -114,8 +114,5 @@ def deviations(config: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[s
     """The settings of config.json that differ from `expected`, without those that follow from the data and the seed."""
     own = config.get("model", {}).get("family")
     fixed = derived(str(own or OLDEST)) | derived(str(expected.get("model.family") or OLDEST))
-    return {
-        key: value
-        for key, value in flat(config).items()
-        if key in expected and key not in fixed and value != expected[key]
-    }
+    known = {key: value for key, value in flat(config).items() if key in expected and key not in fixed}
+    return {key: value for key, value in known.items() if value != expected[key]}

@@ -35,7 +35,6 @@ def figures(path: Path | Sequence[Path], formats: Sequence[str] = ("png",), out:
     """Writes the figures of a run or comparison directory: quality against k, loss, entropy by layer, expert loads.
 
     Args:
-        path: the directory, or several run directories.
         formats: of png, svg, pdf.
         out: the page or its folder, as `write_report` takes it: the files go into `figures` beside the page.
 
@@ -100,11 +99,9 @@ def _point(values: Sequence[float]) -> dict[str, float]:
 
 
 def _new(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
     return figure, figure.subplots(1, columns, squeeze=False)[0]
 
 

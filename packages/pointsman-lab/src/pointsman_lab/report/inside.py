@@ -27,6 +27,7 @@ EXPLORER_BYTES = 1_400_000
 Rows = dict[str, list[dict[str, Any]]]
 History = Sequence[Mapping[str, Any]]
 Found = Mapping[str, Any]
+RowsOfRuns = Mapping[tuple[str, int], Rows]
 
 
 def inside(comparison: Comparison) -> dict[str, Any]:
@@ -34,17 +35,13 @@ def inside(comparison: Comparison) -> dict[str, Any]:
     rows = {key: rows_by_layer(run) for key, run in comparison.runs.items()}
     last = last_step(comparison)
     samples = {router: found for router in comparison.routers if (found := sample_of(comparison, router))}
-    histories = {
-        router: history for router in comparison.routers if (history := history_of(diagnosis_of(comparison, router)))
-    }
+    histories = {router: of for router in comparison.routers if (of := history_of(diagnosis_of(comparison, router)))}
+    lines = {"entropy": entropy_by_layer(comparison), "fluctuation": fluctuation_by_layer(comparison, histories)}
     return {
         "layers": layer_names(comparison),
         "entropy": over_training(comparison, rows, "entropy", last),
         "heat": [heat for router in comparison.routers if (heat := load_heat(comparison, router, rows, last))],
-        "byLayer": {
-            "entropy": entropy_by_layer(comparison),
-            "fluctuation": fluctuation_by_layer(comparison, histories),
-        },
+        "byLayer": lines,
         "collapse": collapse(comparison, histories),
         "explorer": explorer(samples),
     }
@@ -70,9 +67,7 @@ def rows_by_layer(run: RunRecord) -> Rows:
     return rows
 
 
-def over_training(
-    comparison: Comparison, rows: Mapping[tuple[str, int], Rows], name: str, last: float
-) -> dict[str, Any]:
+def over_training(comparison: Comparison, rows: RowsOfRuns, name: str, last: float) -> dict[str, Any]:
     """A field of the routing rows against the step, for every layer."""
 
     def curve(layer: str, run: RunRecord) -> Curve:
@@ -83,9 +78,7 @@ def over_training(
     return by_layer({layer: per_router(comparison, partial(curve, layer), last, COLUMNS) for layer in layers})
 
 
-def load_heat(
-    comparison: Comparison, router: str, rows: Mapping[tuple[str, int], Rows], last: float
-) -> dict[str, Any] | None:
+def load_heat(comparison: Comparison, router: str, rows: RowsOfRuns, last: float) -> dict[str, Any] | None:
     """Load of every expert against the step, for every layer of the router's first run that has any.
 
     A byte is round(85 load E): 85 = an even share, 255 = three times an even share or more.
@@ -170,11 +163,9 @@ def diagnosis_grid(comparison: Comparison) -> Grid:
             consistency = finite((found.get("consistency", {}).get(name) or {}).get("without_diagonal"))
             figures = [cell(layer) for _, cell in COLUMNS]
             rows.append([router, name, *figures, formatted(moved), formatted(consistency)])
-        if protocol := found.get("protocol"):
-            read = (
-                f"{protocol['tokens']:,} tokens of {protocol.get('split', NONE)}" if "tokens" in protocol else "tokens"
-            )
-            protocols[f"{read}, k = {protocol.get('top_k', NONE)}"] = None
+        if of := found.get("protocol"):
+            read = f"{of['tokens']:,} tokens of {of.get('split', NONE)}" if "tokens" in of else "tokens"
+            protocols[f"{read}, k = {of.get('top_k', NONE)}"] = None
     header = ["router", "layer", *(name for name, _ in COLUMNS), "fluctuation", "IC over seeds"]
     return Grid(header, rows, caption="; ".join(protocols)).without_empty_columns(keep=2)
 
@@ -197,13 +188,10 @@ def history_of(diagnosis: Found) -> list[dict[str, Any]]:
     for place, (label, layers) in enumerate(line):
         step = label.rpartition("-")[2]
         if step.isdecimal() and len(step) < 16:
-            values = {
-                name: {
-                    "collapse": finite((layer.get("collapse") or {}).get("value")),
-                    "top1": _top1(entries[place - 1], name) if place else None,
-                }
-                for name, layer in layers.items()
-            }
+            values = {}
+            for name, layer in layers.items():
+                moved = _top1(entries[place - 1], name) if place else None
+                values[name] = {"collapse": finite((layer.get("collapse") or {}).get("value")), "top1": moved}
             found.append({"step": int(step), "layers": values})
     return found
 

@@ -73,11 +73,8 @@ class LanguageTable(Forms):
                 if (value := finite(_figure(result, column))) is not None:
                     cells[column][run.seed] = value
         lines = {line: {column: Cell(seeds) for column, seeds in cells.items()} for line, cells in values.items()}
-        floors = {
-            language: (str(found.get("floor_name", "")), float(found["floor"]))
-            for language in languages
-            if finite((found := first["languages"][language]).get("floor")) is not None
-        }
+        known = {language: of for language, of in first["languages"].items() if finite(of.get("floor")) is not None}
+        floors = {language: (str(of.get("floor_name", "")), float(of["floor"])) for language, of in known.items()}
         if floors:
             names = dict.fromkeys(name for name, _ in floors.values())
             floors["mean"] = (", ".join(names), statistics.fmean(value for _, value in floors.values()))
@@ -105,10 +102,8 @@ class LanguageTable(Forms):
         """Routers x languages as text, then floors and errors."""
         rows = []
         for (router, k), cells in self.lines.items():
-            shown = [
-                self.shown(cells[column], column) + (f" {AT_FLOOR}" if self.at_floor((router, k), column) else "")
-                for column in self.columns
-            ]
+            marks = [f" {AT_FLOOR}" if self.at_floor((router, k), column) else "" for column in self.columns]
+            shown = [self.shown(cells[of], of) + mark for of, mark in zip(self.columns, marks, strict=True)]
             rows.append([f"{router} k={k}", *shown, *(cost_cells(self.costs[router]) if self.costs else ())])
         costs = COSTS if self.costs else ()
         floors = {column: value for column, (_, value) in self.floors.items()}

@@ -32,14 +32,10 @@ def write_report(
     """Writes report.html for a run directory, a comparison directory, or several run directories side by side.
 
     Args:
-        path: the directory, or several run directories.
         out: the file to write, or a folder for it; `report.html` in the (first) directory by default.
         samples: whether to make the samples for maps and explorer first, where they are missing (a second or two a
             run).
         note: told which runs are sampled, and which cannot be.
-
-    Returns:
-        The file written.
 
     Raises:
         RunError: no run, a damaged file, jinja2 missing, or a folder that cannot be written.
@@ -71,13 +67,8 @@ def render(comparison: Comparison) -> str:
     values["missing"] = protocol.missing(comparison, named)
     names = comparison.shown.get("names", {})
     data = renamed(data, names)
-    return fill(
-        "page.html.j2",
-        javascript="\n".join(asset(name) for name in SCRIPTS),
-        json=embed(data),
-        data=data,
-        **renamed(values, names),
-    )
+    scripts = "\n".join(asset(name) for name in SCRIPTS)
+    return fill("page.html.j2", javascript=scripts, json=embed(data), data=data, **renamed(values, names))
 
 
 def renamed(value: Any, names: Mapping[str, str]) -> Any:

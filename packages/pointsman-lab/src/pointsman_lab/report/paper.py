@@ -104,12 +104,7 @@ class PaperTables(Forms):
 
 
 def paper_tables(path: Path | Sequence[Path], name: str) -> PaperTables:
-    """A paper's tables with the figures of run and comparison directories beside them.
-
-    Args:
-        path: one directory, or several.
-        name: "hyperrouter", "x-moe" or "mutual-inform".
-    """
+    """The tables of "hyperrouter", "x-moe" or "mutual-inform" with the figures of run and comparison directories."""
     paper = open_paper(name)
     paths = [path] if isinstance(path, str | Path) else path
     trained = [run for one in paths for run in read_comparison(Path(one)).runs.values()]

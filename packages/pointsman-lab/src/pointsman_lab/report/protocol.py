@@ -122,18 +122,14 @@ def pairing(comparison: Comparison) -> list[str]:
     ]
     random = [called[router] for router in comparison.routers if stochastic(router)]
     if random:
-        found.append(
-            f"{', '.join(random)}: draws random numbers while training, so that later dropout masks of a step differ "
-            "from those of the other rows."
-        )
+        so = "so that later dropout masks of a step differ from those of the other rows"
+        found.append(f"{', '.join(random)}: draws random numbers while training, {so}.")
     from pointsman.routers.frame.entries import BASELINES
 
     dense = [called[router] for router in comparison.routers if router in BASELINES]
     if dense:
-        found.append(
-            f"{', '.join(dense)}: no experts, so that the feed-forward weights and their dropout masks have no "
-            "counterpart in the other rows."
-        )
+        so = "so that the feed-forward weights and their dropout masks have no counterpart in the other rows"
+        found.append(f"{', '.join(dense)}: no experts, {so}.")
     chosen = {key for of in comparison.tuned.values() for key in of if not key.startswith("model.")}
     if other := [f"{_words(name)}: {values}" for name, values in told.items() if name not in chosen]:
         found.append(f"These runs differ in {'; '.join(other)}: their differences are not those of the router alone.")
@@ -145,18 +141,16 @@ def pairing(comparison: Comparison) -> list[str]:
         own = "; ".join(f"{_words(key)}: {_of_rows(by_value[key], called)}" for key in sorted(by_value))
         found.append(f"--tune chose settings of single rows, on seeds of its own. {own}.")
     if comparison.tuned and (left := [called[row] for row in comparison.routers if row not in comparison.tuned]):
-        found.append(
-            f"{', '.join(left)}: not tuned, among rows that are: a difference to them may be one of the settings alone."
-        )
+        so = "a difference to them may be one of the settings alone"
+        found.append(f"{', '.join(left)}: not tuned, among rows that are: {so}.")
     protocols = [run.evaluation.get("protocol") for run in comparison.runs.values() if run.done]
     if any(one != protocols[0] for one in protocols):
         found.append("These runs were evaluated with different protocols: their figures are not comparable.")
     places = {name for name in _PLACE if len({str(run.environment.get(name)) for run in comparison.runs.values()}) > 1}
     if places:
-        found.append(
-            f"These runs were made on different machines ({', '.join(sorted(places))}): times are not comparable, and "
-            "rounding differs."
-        )
+        where = ", ".join(sorted(places))
+        so = "times are not comparable, and rounding differs"
+        found.append(f"These runs were made on different machines ({where}): {so}.")
     return found
 
 

@@ -135,16 +135,12 @@ def _read(found: dict[str, Any]) -> Paper:
 
     def table(values: dict[str, Any]) -> PublishedTable:
         shown = tuple(Column(**column) for column in shared(values.pop("columns"), columns))
-        lines = tuple(
-            Line(
-                values=tuple(None if value == NONE else value for value in line.pop("values")),
-                routers=tuple(shared(line.pop("routers", ()), routers)),
-                **line,
-            )
-            for line in values.pop("lines")
-        )
+        lines = []
+        for line in values.pop("lines"):
+            printed = tuple(None if value == NONE else value for value in line.pop("values"))
+            lines.append(Line(values=printed, routers=tuple(shared(line.pop("routers", ()), routers)), **line))
         tuples: dict[str, Any] = {name: tuple(values.pop(name)) for name in ("presets", "free") if name in values}
         note = values.pop("note", "").strip()
-        return PublishedTable(columns=shown, lines=lines, note=note, **tuples, **values)
+        return PublishedTable(columns=shown, lines=tuple(lines), note=note, **tuples, **values)
 
     return Paper(**{**found, "tables": tuple(table(values) for values in found["tables"])})

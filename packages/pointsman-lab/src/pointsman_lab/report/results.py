@@ -110,9 +110,7 @@ def tables_of(table: task_table.TaskTable, runs: Sequence[RunRecord]) -> list[Fo
 def text_of_results(results: Sequence[Mapping[str, Any]]) -> str:
     """The metric and the mean router entropy at every k; where tokens do not all get k experts, how many on average."""
     each = [experts_per_token(dict(result)) for result in results]
-    varies = any(
-        mean is not None and abs(mean - result["top_k"]) > 1e-6 for mean, result in zip(each, results, strict=True)
-    )
+    varies = any(mean is not None and abs(mean - of["top_k"]) > 1e-6 for mean, of in zip(each, results, strict=True))
     titles = ["k", results[0]["metric"].replace("_", " "), "tokens", "router entropy (nats)", "experts/token"]
     rows = []
     for result, mean in zip(results, each, strict=True):

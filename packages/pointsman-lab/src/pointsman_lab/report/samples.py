@@ -36,22 +36,18 @@ Seen = dict[str, tuple[Tensor, Routing]]
 """Layer name -> the inputs [T, dim] of its router, and its routing of all T tokens."""
 
 
-def collect_samples(
-    path: Path, *, tokens: int = 2048, points: int = 500, device: str = "cpu", out: Path | None = None
-) -> Path | None:
+def collect_samples(path: Path, *, tokens: int = 2048, points: int = 500, out: Path | None = None) -> Path | None:
     """Runs a stretch of the evaluated split through a finished run and writes `explorer.json`.
 
     Args:
-        path: a run directory with a checkpoint.
         tokens: length of the stretch, the first of the split; shorter if the split is.
         points: how many of them the 2-D map shows.
-        device: where the model runs.
         out: the folder for the file; by default the run's.
 
     Returns:
         The file; None for a model without routers.
     """
-    run = load_run(path, device=device)
+    run = load_run(path)
     if not any(True for _ in named_routers(run.model)):
         return None
     config = run.config

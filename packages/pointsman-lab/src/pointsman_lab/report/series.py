@@ -85,9 +85,7 @@ def in_bins(values: Curve, last: float, bins: int) -> Curve:
     groups: dict[int, list[float]] = {}
     for step, value in values.items():
         groups.setdefault(min(bins - 1, max(0, math.ceil(step / last * bins) - 1)), []).append(value)
-    return {
-        significant((index + 0.5) * last / bins): statistics.fmean(group) for index, group in sorted(groups.items())
-    }
+    return {significant((index + 0.5) * last / bins): statistics.fmean(of) for index, of in sorted(groups.items())}
 
 
 def over_seeds(curves: Sequence[Curve]) -> list[Point]:

@@ -62,10 +62,8 @@ def _agreement(found: Found) -> str:
     values = [row["top_k"] for row in next(iter(layers.values()))["agreement"]] if layers else []
     if not values:
         return ""
-    rows = [
-        [name, *(_number(None if row["top1"] is None else 1 - row["top1"], 3) for row in of["agreement"])]
-        for name, of in layers.items()
-    ]
+    changed = {name: [row["top1"] for row in of["agreement"]] for name, of in layers.items()}
+    rows = [[name, *(_number(None if one is None else 1 - one, 3) for one in of)] for name, of in changed.items()]
     return _aligned(["same first expert as at", *(f"k={k}" for k in values)], rows)
 
 
@@ -88,11 +86,9 @@ def _consistency(of: Found) -> list[str]:
 
 
 def _fluctuation(title: str, layers: Found) -> str:
-    titles = {"top1": "first expert", "sets": "sets", "overlap": "overlap", "entropy_ratio": "entropy ratio"}
-    rows = [
-        [name, *(_number({**of, **of["fluctuation"]}.get(key), 3) for key in titles)] for name, of in layers.items()
-    ]
-    return Grid([title, *titles.values()], rows).without_empty_columns(keep=4).text(rule=False)
+    words = {"top1": "first expert", "sets": "sets", "overlap": "overlap", "entropy_ratio": "entropy ratio"}
+    rows = [[name, *(_number({**of, **of["fluctuation"]}.get(key), 3) for key in words)] for name, of in layers.items()]
+    return Grid([title, *words.values()], rows).without_empty_columns(keep=4).text(rule=False)
 
 
 def _notes(found: Found) -> str:

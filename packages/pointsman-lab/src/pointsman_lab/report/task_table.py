@@ -13,7 +13,7 @@ from pointsman_lab._grid import Grid, formatted
 from pointsman_lab._values import finite, mean_of
 from pointsman_lab.report.forms import Forms, unlike
 from pointsman_lab.report.tables import ComparisonTable
-from pointsman_lab.runs.comparison import Comparison, read_comparison
+from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.paths import REPEAT, finetuned_runs
 from pointsman_lab.runs.record import RunRecord, read_run
 
@@ -66,11 +66,6 @@ class TaskTable(Forms):
     unlike: str = ""
 
     @classmethod
-    def read(cls, path: Path, variant: str) -> TaskTable:
-        """The table of this task in a comparison or run directory."""
-        return cls.of(read_comparison(path), variant)
-
-    @classmethod
     def of(cls, comparison: Comparison, variant: str) -> TaskTable:
         """The table of this task in a comparison; its rows are the routers of which a fine-tuning has begun."""
         return cls._of(variant, finetunings(comparison, variant), comparison)
@@ -88,9 +83,8 @@ class TaskTable(Forms):
         begun = {run.router for run in tuned}
         routers = [router for router in comparison.routers if router in begun or not tuned]
         protocol = next((run.evaluation.get("protocol") or {"split": "test"} for run in tuned if run.done), {})
-        table = ComparisonTable.of(
-            Comparison(comparison.path, comparison.settings, routers, seeds, found), split=protocol.get("split", "test")
-        )
+        of_tuned = Comparison(comparison.path, comparison.settings, routers, seeds, found)
+        table = ComparisonTable.of(of_tuned, split=protocol.get("split", "test"))
         table = replace(table, repeats=REPEAT if len(comparison.seeds) > 1 else 1)
         done = [(run.results(), run.evaluation.get("protocol") or {}) for run in tuned if run.done]
         differing = unlike([one for results, one in done if any(row.get("routers") for row in results.values())])
@@ -133,21 +127,17 @@ class TaskTable(Forms):
         return f"{self.name}: {self.note}"
 
     def shown_grids(self) -> list[Grid]:
-        """Accuracies, paired differences, and the change of the routing."""
-        return [*self.table.shown_grids(), self.routing_grid()]
-
-    def csv(self) -> str:
-        """Ours, one line a router."""
-        return self.table.csv()
-
-    def routing_grid(self) -> Grid:
-        """How fine-tuning changed the routing."""
+        """Accuracies, paired differences, and how fine-tuning changed the routing."""
         rows = [
             [router, *(formatted(values[key]) for key in ROUTING_KEYS)]
             for router, values in self.routing.items()
             if any(value is not None for value in values.values())
         ]
-        return Grid(["router", *ROUTING_KEYS], rows, caption=ROUTING)
+        return [*self.table.shown_grids(), Grid(["router", *ROUTING_KEYS], rows, caption=ROUTING)]
+
+    def csv(self) -> str:
+        """Ours, one line a router."""
+        return self.table.csv()
 
 
 def routing_of(runs: Sequence[RunRecord]) -> dict[str, float | None]:
@@ -157,9 +147,7 @@ def routing_of(runs: Sequence[RunRecord]) -> dict[str, float | None]:
         {"top1", "sets": share of tokens whose first expert, or set of experts, differs from the pre-trained model's,
         mean over layers and runs; "consistency": `consistency` of the runs}; None where it does not exist.
     """
-    layers = [
-        one for run in runs for one in run.evaluation.get("change_from_pretrained", {}).get("layers", {}).values()
-    ]
+    layers = [of for run in runs for of in run.evaluation.get("change_from_pretrained", {}).get("layers", {}).values()]
     found = {key: mean_of(layer.get(key) for layer in layers) for key in ("top1", "sets")}
     return {**found, "consistency": consistency([(run.path, run.evaluation) for run in runs if run.done])}
 
