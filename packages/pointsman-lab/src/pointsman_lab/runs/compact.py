@@ -113,6 +113,7 @@ def read_record(folder: Path) -> Iterator[dict[str, Any]]:
 def entries_of(lines: Iterable[bytes], file: Path) -> Iterator[dict[str, Any]]:
     """The same of the lines of a record that `file` holds."""
     for number, line in enumerate(lines, 1):
+        where = f"{file}, line {number}"
         try:
             entry = _files.parse_json(line.decode())
             if not isinstance(entry, dict) or entry.get("format") != FORMAT or not _is_whole(entry):
@@ -124,11 +125,9 @@ def entries_of(lines: Iterable[bytes], file: Path) -> Iterator[dict[str, Any]]:
                 if not all(is_shaped(row, METRICS_ROW) for of in rows.values() for row in of):
                     raise ValueError
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-            raise RunError(
-                f"{file}, line {number}: no run of a record of format {FORMAT}; the file is damaged"
-            ) from None
+            raise RunError(f"{where}: no run of a record of format {FORMAT}; the file is damaged") from None
         if size > MOST_GROWTH * len(line):
-            raise RunError(f"{file}, line {number}: its metrics become more than {MOST_GROWTH} times as large")
+            raise RunError(f"{where}: its metrics become more than {MOST_GROWTH} times as large")
         yield {**entry, "files": {**entry["files"], **rows}}
 
 
@@ -202,22 +201,17 @@ def rounded(value: Any) -> Any:
 
 
 def line_of(entry: Mapping[str, Any]) -> str:
-    files = {
-        name: to_columns(content) if name.endswith(METRICS) else content for name, content in entry["files"].items()
-    }
-    return json.dumps(
-        {"format": FORMAT, "path": entry["path"], "files": files}, separators=(",", ":"), ensure_ascii=False
-    )
+    files = {name: to_columns(of) if name.endswith(METRICS) else of for name, of in entry["files"].items()}
+    line = {"format": FORMAT, "path": entry["path"], "files": files}
+    return json.dumps(line, separators=(",", ":"), ensure_ascii=False)
 
 
 def _is_whole(entry: Mapping[str, Any]) -> bool:
     path, files = entry.get("path"), entry.get("files")
     if not isinstance(path, str) or not isinstance(files, dict) or not {CONFIG, EVALUATION} <= files.keys():
         return False
-    return _RUN.fullmatch(path) is not None and all(
-        _is_kept(name) and isinstance(content, list if name.endswith(METRICS) else dict)
-        for name, content in files.items()
-    )
+    shaped = (isinstance(of, list if name.endswith(METRICS) else dict) for name, of in files.items())
+    return _RUN.fullmatch(path) is not None and all(map(_is_kept, files)) and all(shaped)
 
 
 def _is_kept(name: str) -> bool:

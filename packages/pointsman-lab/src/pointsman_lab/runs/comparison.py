@@ -115,10 +115,8 @@ def saved_runs(
     wanted = [(router, seed) for seed in plan["seeds"] for router in routers or plan["routers"]]
     found = [one for one in wanted if steps_of(run_path(out, *one) / CHECKPOINTS)]
     if not found:
-        raise RunError(
-            f"{out}: no run has a checkpoint (a record holds no weights): train the routers in another folder, "
-            "by `pointsman compare` with --out"
-        )
+        told = "train the routers in another folder, by `pointsman compare` with --out"
+        raise RunError(f"{out}: no run has a checkpoint (a record holds no weights): {told}")
     if len(found) < len(wanted):
         without = ", ".join(f"{router} (seed {seed})" for router, seed in wanted if (router, seed) not in found)
         note(f"passed over, without a checkpoint: {without}")
@@ -217,8 +215,6 @@ def read(path: Path | Sequence[Path]) -> Comparison:
         return read_comparison(paths[0])
     for one in paths:
         if (one / COMPARISON).is_file():
-            runs = ", ".join(str(found.path) for found in read_comparison(one).runs.values())
-            raise RunError(
-                f"{one} is a comparison: name it alone, or of its runs those to report: {runs or 'none yet'}"
-            )
+            own = ", ".join(str(found.path) for found in read_comparison(one).runs.values())
+            raise RunError(f"{one} is a comparison: name it alone, or of its runs those to report: {own or 'none yet'}")
     return gather([read_run(one) for one in paths])

@@ -155,10 +155,8 @@ def source_of(name: str) -> dict[str, str]:
             return {one: content.decode() for one, content in _contents(file).items()}
         except (OSError, UnicodeDecodeError) as error:
             raise RunError(f"the routers' file {name} cannot be read: {error}") from None
-    raise RunError(
-        f"the routers' file {name} is missing, has changed or was never imported here; if it is meant to go along, "
-        f"repeat the command with --import {name} or a copy of it"
-    )
+    told = f"if it is meant to go along, repeat the command with --import {name} or a copy of it"
+    raise RunError(f"the routers' file {name} is missing, has changed or was never imported here; {told}")
 
 
 def imports_of(settings: Mapping[str, Any]) -> list[str]:
@@ -186,9 +184,8 @@ def left_out(where: object, origin: Mapping[str, str], sources: Mapping[str, str
     sums = {_sum(text.encode()) for text in sources.values()}
     left = {name: value for name, value in origin.items() if value not in sums}
     if changed := next((name for name in left if slug(name) in sources), None):
-        raise RunError(
-            f"{where}: {changed} has changed since its router was trained; only what it was then may go along"
-        )
+        told = "has changed since its router was trained; only what it was then may go along"
+        raise RunError(f"{where}: {changed} {told}")
     return [name if name.endswith(".py") else value.partition(CODE)[0] for name, value in left.items()]
 
 
@@ -216,10 +213,8 @@ def origin_of(router: Any) -> dict[str, str]:
 def check_origin(where: object, before: Mapping[str, str] | None, router: Any) -> None:
     """RunError where a router is not the one of the run, row or exam at `where`, whose `origin_of` was `before`."""
     if name := unlike_origin(before or {}, origin_of(router)):
-        raise RunError(
-            f"{where}: {name} is not what it was when router {label(router)!r} was trained: bring it back as it was, "
-            "or train in another --out"
-        )
+        told = f"is not what it was when router {label(router)!r} was trained"
+        raise RunError(f"{where}: {name} {told}: bring it back as it was, or train in another --out")
 
 
 def unlike_origin(one: Mapping[str, str], other: Mapping[str, str]) -> str:

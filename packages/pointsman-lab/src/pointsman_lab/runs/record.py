@@ -75,8 +75,7 @@ def is_current(
 
 def over_layers(result: Mapping[str, Any], name: str) -> float | None:
     """A figure of the routers ("entropy", "experts_per_token"), mean over layers; None where there is none."""
-    layers = (result.get("routers") or {}).values()
-    return mean_of(layer.get(name) for layer in layers)
+    return mean_of(layer.get(name) for layer in (result.get("routers") or {}).values())
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -96,10 +95,9 @@ def is_model(folder: Path) -> bool:
 def refuse_model(folder: Path) -> None:
     """RunError for the folder of a Hugging Face model: what can be done with it."""
     if is_model(folder):
-        raise RunError(
-            f"{folder} is a Hugging Face model, not a run: `pointsman audit {folder}` measures its routing and its "
-            "loss at every k; `pointsman hf --help` says how to change its routers"
-        )
+        told = f"`pointsman audit {folder}` measures its routing and its loss at every k"
+        told += "; `pointsman hf --help` says how to change its routers"
+        raise RunError(f"{folder} is a Hugging Face model, not a run: {told}")
 
 
 @dataclass(frozen=True)

@@ -255,9 +255,8 @@ def entry_of(folder: Path, router: str, name: str) -> dict[str, Any]:
         raise RunError(f"{folder}: {router}, seed {unfinished[0]}: not finished; the command of the comparison goes on")
     imports = imports_of(plan["settings"])
     runs = {str(run.seed): _entry_run(run) for run in comparison.of(router)}
-    sources, names = entry_sources(
-        folder, router, imports, [run["environment"].get("origin", {}) for run in runs.values()]
-    )
+    origins = [run["environment"].get("origin", {}) for run in runs.values()]
+    sources, names = entry_sources(folder, router, imports, origins)
     return signed({
         "format": ENTRY_FORMAT, "name": name, "router": router,
         "settings": {**plan["settings"], "imports": [names.get(one, one) for one in imports]},
@@ -273,10 +272,8 @@ def entry_sources(
     sources = {name: sources[name] for name in names.values()}
     for origin in origins:
         for name in left_out(folder, origin or origin_of(router), sources):
-            raise RunError(
-                f"{folder}: router {router!r} comes from {name}, which an entry does not carry: only files of "
-                "--import, without modules beside them"
-            )
+            told = "which an entry does not carry: only files of --import, without modules beside them"
+            raise RunError(f"{folder}: router {router!r} comes from {name}, {told}")
     return sources, names
 
 

@@ -56,16 +56,14 @@ def stored_tensors(checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:
         CheckpointError: the file, or the folder of parts, cannot be read.
     """
     try:
-        described = _reader(checkpoint, name).read_metadata().state_dict_metadata
-        names: Iterable[str] = described
+        known = _reader(checkpoint, name).read_metadata().state_dict_metadata
+        names: Iterable[str] = known
         if checkpoint.format == FORMAT:  # the reader sees all files of the folder
             with open_tensors(checkpoint.path / f"{name}.safetensors") as opened:
                 names = opened.keys()
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{checkpoint.path / name} cannot be read: {error}") from None
-    found = {
-        one: torch.empty(described[one].size, dtype=described[one].properties.dtype, device="meta") for one in names
-    }
+    found = {one: torch.empty(known[one].size, dtype=known[one].properties.dtype, device="meta") for one in names}
     return _with_aliases(found, _aliases(checkpoint, name), checkpoint.path)
 
 

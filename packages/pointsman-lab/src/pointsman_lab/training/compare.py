@@ -119,10 +119,8 @@ def merged(plan: Plan, out: Path) -> Plan:
     if differing and others:
         told = "; ".join(f"{key} is {theirs.get(key)!r} there, {ours.get(key)!r} here" for key in differing)
         named = "; ".join(f"{router}, seed {seed}" for router, seed in others)
-        raise RunError(
-            f"{out} is evaluated in another way: {told}; choose another --out, or name its other rows and seeds as "
-            f"well ({named}): they are then evaluated anew"
-        )
+        told += f"; choose another --out, or name its other rows and seeds as well ({named})"
+        raise RunError(f"{out} is evaluated in another way: {told}: they are then evaluated anew")
     held = {**before.get("tuned", {}), **plan.tuned}
     commands = [*str(before.get("command", "")).splitlines(), plan.command]
     command = whole_commands(commands, {row: held.get(row, {}).get("row", "") for row in routers}, len(seeds))

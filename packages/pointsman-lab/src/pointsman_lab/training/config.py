@@ -48,7 +48,6 @@ class RunConfig:
         learning_rate: the highest one, reached after `warmup_steps`.
         lr_schedule: what follows the warm-up: "cosine" or "linear" to `final_learning_rate` at the last step,
             "inverse-sqrt" (rate sqrt(warmup_steps / step)), or "constant".
-        final_learning_rate: see `lr_schedule`.
         clip_norm: largest norm of the whole gradient; 0 = no clipping.
         betas, adam_eps, weight_decay: Adam's.
         decay: "l2", weight decay is added to the gradient (Adam), or "decoupled", taken off the weights (AdamW).
@@ -194,9 +193,8 @@ class RunConfig:
                     raise RunError(f"setting {key!r} has no effect on models of the family {self.model.family!r}")
                 raise RunError(f"unknown setting {key!r}: {did_you_mean(key, allowed)}")
             head, _, rest = key.rpartition(".")
-            (model if head else of_task if key in self.own else own)[rest] = typed_value(
-                value, allowed[key], f"setting {key}"
-            )
+            into = model if head else of_task if key in self.own else own
+            into[rest] = typed_value(value, allowed[key], f"setting {key}")
         if model.get("num_experts", self.model.num_experts) != self.model.num_experts and "eval_top_k" not in own:
             own["eval_top_k"] = ()  # the default of the new number of experts
         shape = replace(self.model, **{**model, "top_k": 1})  # which fits any number of experts; the schedule sets it
@@ -247,11 +245,8 @@ class RunConfig:
         except ValueError as error:
             raise RunError(f"{where}: {error}") from None
         known = own_settings(kind.family)
-        of_task = {
-            name: typed_value(own.pop(name), type(setting.default), f"{where}: {name}")
-            for name, setting in known.items()
-            if name in own
-        }
+        kinds = {name: type(setting.default) for name, setting in known.items() if name in own}
+        of_task = {name: typed_value(own.pop(name), of, f"{where}: {name}") for name, of in kinds.items()}
         own = {name: value for name, value in own.items() if name not in EARLIER - known.keys()}
         kept = typed_fields(cls, own, f"{where}: ", leave=("model",))
         import_recorded(str(model.get("router", "smoe")), kept.get("imports", ()))

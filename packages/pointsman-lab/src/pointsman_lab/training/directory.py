@@ -64,10 +64,8 @@ class RunDirectory:
                 raise RunError(f"{self.path} holds a run of another configuration: {told}; {ELSEWHERE}")
             if not resume:
                 done = max(steps_of(self.checkpoints), default=0)
-                raise RunError(
-                    f"{self.path} holds this run already, saved at step {done} of {config.steps}: "
-                    "--resume goes on, another --out starts anew"
-                )
+                there = f"{self.path} holds this run already, saved at step {done} of {config.steps}"
+                raise RunError(f"{there}: --resume goes on, another --out starts anew")
         elif steps_of(self.checkpoints):
             foreign = f"has checkpoints but no {CONFIG}: it is damaged or foreign"
             raise RunError(f"{self.path} {foreign}; {ELSEWHERE}")

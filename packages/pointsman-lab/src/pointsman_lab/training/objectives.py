@@ -130,19 +130,15 @@ def consistency(alpha: float, predict: Predict = next_token_logits) -> Objective
 
     def run(model: Any, inputs: Tensor, targets: Tensor, memory: Memory | None, memory_length: int) -> Outcome:
         (first, kept), (second, _) = (predict(model, inputs, memory, memory_length) for _ in range(2))
-        log_p, log_q = (
-            torch.log_softmax(upcast(logits), -1).reshape(-1, logits.shape[-1]) for logits in (first, second)
-        )
+        log_p, log_q = (torch.log_softmax(upcast(one), -1).reshape(-1, one.shape[-1]) for one in (first, second))
         if targets.is_floating_point():  # shares of classes [B, C]
             loss_p, loss_q = (-(targets * logs).sum(-1).mean() for logs in (log_p, log_q))
             real = torch.ones_like(targets[:, 0], dtype=torch.bool)
         else:
             targets = targets.reshape(-1)
             real = targets != IGNORE
-            loss_p, loss_q = (
-                F.nll_loss(logs, targets, ignore_index=IGNORE, reduction="sum") / real.sum().clamp_min(1)
-                for logs in (log_p, log_q)
-            )
+            sums = (F.nll_loss(logs, targets, ignore_index=IGNORE, reduction="sum") for logs in (log_p, log_q))
+            loss_p, loss_q = (each / real.sum().clamp_min(1) for each in sums)
         distance = ((log_p.exp() - log_q.exp()) * (log_p - log_q)).sum(-1)
         divergence = 0.5 * (distance * real).sum() / real.sum().clamp_min(1)
         return Outcome((loss_p + loss_q + alpha * divergence) / 2, loss_p.detach(), kept)

@@ -65,22 +65,14 @@ def build_adam(
         mesh = getattr(parameter, "device_mesh", None)  # a fused optimizer takes no two meshes at a time
         groups.setdefault((scales.get(id(parameter), 1.0), decay, mesh), []).append(parameter)
     adam = torch.optim.AdamW if config.decay == "decoupled" else torch.optim.Adam
-    return adam(
-        [{"params": group, "lr_scale": scale, "weight_decay": decay} for (scale, decay, _), group in groups.items()],
-        lr=config.learning_rate,
-        betas=config.betas,
-        eps=config.adam_eps,
-        fused=True,
-    )
+    made = [{"params": of, "lr_scale": scale, "weight_decay": decay} for (scale, decay, _), of in groups.items()]
+    return adam(made, lr=config.learning_rate, betas=config.betas, eps=config.adam_eps, fused=True)
 
 
 def optimizer_tensors(optimizer: torch.optim.Adam, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Adam's state as tensors: "exp_avg.<parameter>" and so on."""
-    return {
-        f"{key}.{name}": value
-        for name, parameter in parameters.items()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
+    states = {name: optimizer.state.get(parameter, {}) for name, parameter in parameters.items()}
+    return {f"{key}.{name}": value for name, state in states.items() for key, value in state.items()}
 
 
 def restore_optimizer(

@@ -30,6 +30,8 @@ from pointsman_lab.training.checkpoint import Files, checkpoint_tensors, read_in
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+Values = Mapping[str, Any]
+
 
 class Saver:
     """Writes the checkpoints of a run of several ranks, one at a time, in a thread.
@@ -45,9 +47,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
 
-    def save(
-        self, folder: Path, step: int, model: nn.Module, files: Files, state: Mapping[str, Any], keep: int
-    ) -> None:
+    def save(self, folder: Path, step: int, model: nn.Module, files: Files, state: Values, keep: int) -> None:
         """Begins to write `folder/step-N`, after the checkpoint before it is whole; else as `write_folder`.
 
         The oldest are removed until `keep` are left (0 = removes none).
@@ -70,9 +70,7 @@ class Saver:
     def close(self) -> None:
         self._thread.shutdown()
 
-    def _write(
-        self, folder: Path, step: int, files: Files, aliases: Mapping[str, Any], state: Mapping[str, Any], keep: int
-    ) -> None:
+    def _write(self, folder: Path, step: int, files: Files, aliases: Values, state: Values, keep: int) -> None:
         ranks = self._own
 
         def begin() -> str:
@@ -83,7 +81,8 @@ class Saver:
 
         def describe() -> dict[str, Any]:
             with writing(folder, step):
-                return _described(aside, ranks)
+                files = sorted(aside.glob("*/*"))[ranks.rank :: ranks.count]  # this rank's share
+                return {f"{file.parent.name}/{file.name}": checksum(file, sync=True) for file in files}
 
         try:
             for name, tensors in files.items():
@@ -118,14 +117,6 @@ def _write_parts(folder: Path, tensors: Mapping[str, Tensor], target: Path, rank
         told = getattr(why, "strerror", None) or str(why).splitlines()[0]
         consequence = f"checkpoint {target.name} was not written; what was saved before is untouched"
         raise RunError(f"rank {rank}: {target}: {told}; {consequence}") from None
-
-
-def _described(aside: Path, ranks: Ranks) -> dict[str, Any]:
-    """Sizes and checksums of this rank's share of the files; they are synced first."""
-    found = {}
-    for file in sorted(aside.glob("*/*"))[ranks.rank :: ranks.count]:
-        found[f"{file.parent.name}/{file.name}"] = checksum(file, sync=True)
-    return found
 
 
 def _replicated(tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -46,8 +46,7 @@ class Interrupted(Stopped):
     def __init__(self, out: Path, step: int) -> None:
         where = f"(--out {shlex.quote(str(out))})"
         super().__init__(f"stopped after step {step}; saved: the same command with --resume {where} goes on")
-        self.out = out
-        self.step = step
+        self.out, self.step = out, step
 
 
 class Diverged(RunError):  # noqa: N818
@@ -129,11 +128,8 @@ class TrainingState:
     ) -> None:
         if ranks.count > 1:
             check_ranks(config, ranks)
-        self.config = config
-        self.ranks = ranks
-        self.stopping = False
-        self.device = device
-        self.task = task
+        self.config, self.task, self.device, self.ranks = config, task, device, ranks
+        self.stopping, self.step = False, 0
         # one rank draws the weights; a model that starts from a run's is read by each
         on_meta = not ranks.first and not config.own.get("start_from")
         with torch.device("meta") if on_meta else nullcontext():
@@ -154,7 +150,6 @@ class TrainingState:
         fixed = [router.fixed_k for _, router in named_routers(self.model)]
         self.sparse = bool(fixed) and not any(fixed)  # whether k can be set
         self.memories: list[Memory | None] = [None] * config.accumulation
-        self.step = 0
         self._deliveries = list(deliveries(self.model).values())
         for delivery in self._deliveries:
             delivery.how = "collect"  # whatever a model from elsewhere says
@@ -265,9 +260,7 @@ class TrainingState:
     def tensors(self, monitor: RoutingMonitor | None = None) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint holds: "model", and "trainer" with optimizer, memories and monitor; parts of several ranks'
         tensors as DTensors."""
-        rest = {
-            f"optimizer.{name}": value for name, value in optimizer_tensors(self.optimizer, self.parameters).items()
-        }
+        rest = {f"optimizer.{name}": of for name, of in optimizer_tensors(self.optimizer, self.parameters).items()}
         for index, memory in enumerate(self.memories):
             tensors = memory.to_tensors() if memory else {}
             if self.ranks.count > 1:

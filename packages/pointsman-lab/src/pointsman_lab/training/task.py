@@ -78,9 +78,8 @@ def target_nats(config: RunConfig, device: torch.device) -> Reader:
         with autocast(config, device):
             logits = model(batch.inputs).float()
         targets = batch.targets if batch.targets.dim() == 1 else batch.targets[:, : logits.shape[1]]
-        return F.cross_entropy(
-            logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=IGNORE, reduction="sum"
-        )
+        rows = logits.reshape(-1, logits.shape[-1])
+        return F.cross_entropy(rows, targets.reshape(-1), ignore_index=IGNORE, reduction="sum")
 
     return read
 

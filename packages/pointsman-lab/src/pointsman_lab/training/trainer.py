@@ -18,13 +18,7 @@ from pointsman.ranks import ALONE, Ranks
 from pointsman_lab._files import alone, write_whole
 from pointsman_lab.processes import one_after_another
 from pointsman_lab.progress import Progress, Quiet, Stop
-from pointsman_lab.runs.checkpoints import (
-    Checkpoint,
-    CheckpointError,
-    last_checkpoint,
-    prune,
-    remove_leftovers,
-)
+from pointsman_lab.runs.checkpoints import Checkpoint, CheckpointError, last_checkpoint, prune, remove_leftovers
 from pointsman_lab.runs.environment import differing_bits, environment
 from pointsman_lab.runs.imports import check_imported, origin_of
 from pointsman_lab.runs.paths import ENVIRONMENT, EVALUATION, VOCABULARY
@@ -41,14 +35,7 @@ from pointsman_lab.training.trackers import find_library
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run left.
-
-    Attributes:
-        out: the run directory.
-        step: finished steps.
-        evaluation: the content of evaluation.json.
-        already_finished: nothing was left to do.
-    """
+    """What a run left: its directory, finished steps, evaluation.json; and whether nothing was left to do."""
 
     out: Path
     step: int
@@ -74,12 +61,10 @@ def train(
     checkpoints, and the figures are those of one process with the whole batch.
 
     Args:
-        config: the settings.
         out: made if need be.
         resume: go on from the last whole checkpoint, at step 0 without one. A finished run stays as it is.
         device: "cpu", "cuda", "cuda:1", …
         task: what is learned; None: what models of this family are trained on.
-        progress: a display.
         stop: asks the run to save and end; one rank's is enough.
         ranks: who shares each batch.
         layout: how they divide the model; None: in shards.
@@ -139,17 +124,15 @@ def _check_choice(config: RunConfig, task: Task, ranks: Ranks) -> None:
         raise RunError(f"choose={config.choose}: it is for runs of one process; allowed here is last")
     held_out = task.validation_split(config)
     if not task.may_choose or held_out in (None, task.reported_split(config)):
-        raise RunError(
-            f"choose={config.choose}: it is for fine-tuning on tasks with held-out rows; allowed here is last"
-        )
+        told = "it is for fine-tuning on tasks with held-out rows; allowed here is last"
+        raise RunError(f"choose={config.choose}: {told}")
     if not config.validate_every:
         raise RunError(f"choose={config.choose}: validate_every must be above 0")
 
 
 def _environment(state: TrainingState) -> dict[str, Any]:
     """environment.json."""
-    cuda = state.device.type == "cuda"
-    name = torch.cuda.get_device_name(state.device) if cuda else None
+    name = torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else None
     kernels, threads = asdict(state.config.kernels), torch.get_num_threads()
     here = environment(kernels, device=str(state.device), device_name=name, threads=threads)
     here |= {"origin": origin} if (origin := origin_of(state.config.model.router)) else {}
@@ -176,10 +159,8 @@ def _restored(
 
     def foreign(checkpoint: Checkpoint) -> str | None:
         if checkpoint.state.get("data") != state.task.fingerprint:
-            raise RunError(
-                f"{directory.path} was trained on other data (the files have changed): bring them back, or train into "
-                "another --out"
-            )
+            other = "was trained on other data (the files have changed)"
+            raise RunError(f"{directory.path} {other}: bring them back, or train into another --out")
         try:
             if (chosen := directory.chosen_step(state.config, checkpoint.step)) != checkpoint.step:
                 directory.open(state.config, chosen)

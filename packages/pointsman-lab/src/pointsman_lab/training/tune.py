@@ -169,10 +169,9 @@ def tuned(
     picked = {spec_of(row, of[0]): {"row": row, **dict(of[0])} for row, of in left.items()}
     if curve:
         kept = {row: values for row, values in told_before.items() if row in names}
-        found = {
-            row: {text: [None if math.isinf(one) else one for one in each] for text, each in values.items()}
-            for row, values in curve.items()
-        }  # JSON has no infinity
+        found: dict[str, Any] = {}
+        for row, values in curve.items():  # JSON has no infinity
+            found[row] = {text: [None if math.isinf(one) else one for one in each] for text, each in values.items()}
         write_whole(file, json.dumps({"seeds": SEEDS, "k": k, "curve": {**kept, **found}}) + "\n")
     for row, values in curve.items():
         say(_table(row, values, _text(left[row][0]), plan.base.steps))
@@ -190,16 +189,12 @@ def _text(choice: Choice) -> str:
     return " ".join(f"{key}={value}" for key, value in choice)
 
 
-def _shown(figure: float) -> str:
-    return NONE if math.isinf(figure) else f"{abs(figure):.4f}"
-
-
 def _table(row: str, values: Mapping[str, Sequence[float]], best: str, steps: int) -> str:
     """The curve of a row; what was left out after a round has no figure in the next."""
-    lines = [
-        [text, *(_shown(one) for one in found), *[NONE] * (len(SHARES) - len(found)), "chosen" * (text == best)]
-        for text, found in values.items()
-    ]
+    lines = []
+    for text, found in values.items():
+        figures = [NONE if math.isinf(one) else f"{abs(one):.4f}" for one in found]
+        lines.append([text, *figures, *[NONE] * (len(SHARES) - len(found)), "chosen" * (text == best)])
     first = f"{row}, seed {SEEDS[0]} (last round: {SEEDS[0]} to {SEEDS[-1]})"
     header = [first, *(f"{max(1, steps // share)} steps" for share in SHARES), ""]
     return Grid(header, lines, labels=1).text() + edges(values, best)
