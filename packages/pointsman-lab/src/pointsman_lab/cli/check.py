@@ -33,11 +33,8 @@ def parser() -> Parser:
     from pointsman_lab.checks import TRAINERS
 
     names = ", ".join(TRAINERS)
-    flags = Parser(
-        "check",
-        "Say what a trainer does to the router of a tiny mixture of experts, beside float64.",
-        EPILOG.format(trainers=textwrap.fill(names, 78)),
-    )
+    told = "Say what a trainer does to the router of a tiny mixture of experts, beside float64."
+    flags = Parser("check", told, EPILOG.format(trainers=textwrap.fill(names, 78)))
     flags.add("trainer TRAINER", "a name, all, or FILE.py:function")
     told = "own (of the class or engine), pointsman (hf.balance, a router of ours), or both, with a comma "
     flags.add("--balance WHOSE", f"{told}(default: own; of all: both)")
@@ -84,11 +81,8 @@ def _shown(name: str, balance: str, lines: Sequence[str]) -> Iterable[Verdict]:
     of_the_model = []
     print(f"{name}, balance: {balance}")
     for one in verdicts(name if ":" in name else find_trainer(name), balance, lines):
-        mark = {True: "yes", False: "NO", None: "-"}[one.holds]
-        print(
-            textwrap.fill(one.told, 80, initial_indent=f"  {one.line:<19} {mark:<4}", subsequent_indent=" " * 26),
-            flush=True,
-        )
+        head = f"  {one.line:<19} {'-' if one.holds is None else 'yes' if one.holds else 'NO':<4}"
+        print(textwrap.fill(one.told, 80, initial_indent=head, subsequent_indent=" " * 26), flush=True)
         if one.holds is False and one.line in ("top-k", "per layer") and ":" in name and balance == "own":
             of_the_model.append(one.line)
         yield one

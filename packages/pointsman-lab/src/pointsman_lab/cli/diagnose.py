@@ -27,10 +27,8 @@ def parser() -> Parser:
     flags.add("--against OTHER", "another run or checkpoint; may be repeated", action="append", default=[])
     flags.add("--top-k", "k values to compare with its own (default: a run's; of a model none)")
     flags.add("--eval-tokens", "tokens to read (default: 50000)", default=50_000)
-    flags.common(
-        "where diagnostics.json goes (default: the run)",
-        settings="settings of a run: eval_batch_size, eval_segment_length, eval_memory_length",
-    )
+    told = "settings of a run: eval_batch_size, eval_segment_length, eval_memory_length"
+    flags.common("where diagnostics.json goes (default: the run)", settings=told)
     return flags
 
 

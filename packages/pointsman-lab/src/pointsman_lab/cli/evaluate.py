@@ -42,10 +42,8 @@ def parser() -> Parser:
     flags.add("--predictions", told, choices=("official",))
     for entry in entries():
         entry.add_flags("evaluate", flags)
-    flags.common(
-        "where evaluation-DATA-SPLIT.json goes (default: the run directory)",
-        settings="how to evaluate: " + ", ".join(SETTINGS),
-    )
+    told = "where evaluation-DATA-SPLIT.json goes (default: the run directory)"
+    flags.common(told, settings="how to evaluate: " + ", ".join(SETTINGS))
     return flags
 
 

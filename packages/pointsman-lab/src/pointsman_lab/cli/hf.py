@@ -63,9 +63,16 @@ def run(words: Sequence[str]) -> int:
 
         split_specs(values.router)
     device = choose_device(values.device)
+    from pointsman import hf
     from pointsman.hf.loading import load_model, load_tokenizer
 
-    model = changed(action, load_model(values.model, dtype=values.dtype, device=device), values)
+    model = load_model(values.model, dtype=values.dtype, device=device)
+    if action == "replace":
+        model = hf.replace_routers(model, values.router, start=values.start)
+    elif action == "materialize":
+        model = hf.materialize(model)
+    else:
+        model = hf.upcycle(model, values.experts, top_k=values.top_k, router=values.router, noise=values.noise)
     try:
         tokenizer: Any = load_tokenizer(values.model)
     except RunError as error:
@@ -76,17 +83,6 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
-def changed(action: str, model: Any, values: Any) -> Any:
-    """The model after the action."""
-    from pointsman import hf
-
-    if action == "replace":
-        return hf.replace_routers(model, values.router, start=values.start)
-    if action == "materialize":
-        return hf.materialize(model)
-    return hf.upcycle(model, values.experts, top_k=values.top_k, router=values.router, noise=values.noise)
-
-
 def save(model: Any, out: Path, tokenizer: Any = None, **files: str) -> None:
     """Writes the model, its tokenizer and other files, or nothing where transformers or the disk cannot (RunError)."""
     with model_folder(out) as scratch:
@@ -94,10 +90,9 @@ def save(model: Any, out: Path, tokenizer: Any = None, **files: str) -> None:
             model.save_pretrained(scratch)
         except (RuntimeError, ValueError) as error:
             why = str(error).partition("\n")[0]
-            raise RunError(
-                f"--out {out}: transformers cannot save this {type(model).__name__} ({why}); "
-                "if the weights of MODEL are quantized, as FP8, take those in bf16"
-            ) from None
+            told = "if the weights of MODEL are quantized, as FP8, take those in bf16"
+            what = f"transformers cannot save this {type(model).__name__} ({why})"
+            raise RunError(f"--out {out}: {what}; {told}") from None
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
         for name, text in files.items():

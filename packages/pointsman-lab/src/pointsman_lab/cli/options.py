@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._files import parse_json, read_ordinary
-from pointsman_lab._grid import Grid
 from pointsman_lab._values import flattened, most, printable, upper
 from pointsman_lab.registry import entries
 
@@ -276,8 +275,3 @@ def choose_device(name: str | None) -> str:
     except (RuntimeError, AssertionError, NotImplementedError):
         raise RunError(f"--device {name}: PyTorch cannot use it on this machine; allowed here is cpu") from None
     return str(device)
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A text table: the first column is left-aligned, the others right-aligned; no cell is truncated."""
-    return Grid(rows[0], rows[1:]).text(rule=False)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pointsman._errors import RunError
 from pointsman_lab._files import write_whole
 from pointsman_lab.cli.options import Parser, k_list, whole
 from pointsman_lab.cli.runs import counted_model
-
-if TYPE_CHECKING:
-    from pointsman_lab.planning import Shape
 
 LENGTH = 4096
 EPILOG = """examples:
@@ -39,9 +35,16 @@ def parser() -> Parser:
 def run(words: Sequence[str]) -> int:
     flags = parser()
     values = flags.read(words)
-    from pointsman_lab.planning import plan
+    from pointsman_lab.planning import Shape, plan
 
-    shape, length = _shape(values, flags)
+    asked, _ = counted_model(flags, values, "plan", ("--vocabulary", "--length"))
+    config: Any = replace(asked.model, top_k=asked.top_k_schedule.high)
+    longest = getattr(config, "max_length", None) if getattr(config, "positions", "") == "learned" else None
+    longest = longest if config.reads_tokens else config.tokens
+    length = values.length or min(LENGTH, longest or LENGTH)
+    if longest and length > longest:
+        raise RunError(f"pointsman plan: --length {length}: {values.preset} has positions for {longest} tokens")
+    shape = Shape.of(config, values.preset)
     grid = plan(shape, values.gpus, values.parallel)
     head = (
         f"{values.preset}: {shape.parameters / 1e9:.3g} billion parameters, "
@@ -54,17 +57,3 @@ def run(words: Sequence[str]) -> int:
         write_whole(values.out / "plan.csv", grid.csv())
     print(text)
     return 0
-
-
-def _shape(values: argparse.Namespace, flags: Parser) -> tuple[Shape, int]:
-    """The model that the flags name, and the length of a sequence."""
-    from pointsman_lab.planning import Shape
-
-    asked, _ = counted_model(flags, values, "plan", ("--vocabulary", "--length"))
-    config: Any = replace(asked.model, top_k=asked.top_k_schedule.high)
-    longest = getattr(config, "max_length", None) if getattr(config, "positions", "") == "learned" else None
-    longest = longest if config.reads_tokens else config.tokens
-    length = values.length or min(LENGTH, longest or LENGTH)
-    if longest and length > longest:
-        raise RunError(f"pointsman plan: --length {length}: {values.preset} has positions for {longest} tokens")
-    return Shape.of(config, values.preset), length

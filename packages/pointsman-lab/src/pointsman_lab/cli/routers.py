@@ -11,8 +11,9 @@ from contextlib import suppress
 from typing import Any
 
 from pointsman_lab._files import write_whole
+from pointsman_lab._grid import Grid
 from pointsman_lab._values import describe, written
-from pointsman_lab.cli.options import Parser, aligned, whole
+from pointsman_lab.cli.options import Parser, whole
 from pointsman_lab.cli.runs import counted_model
 from pointsman_lab.registry import find_preset
 
@@ -30,9 +31,8 @@ def parser() -> Parser:
     flags.add("--cost", "parameters by component, and inference FLOPs for every k", action="store_true")
     flags.add("--vocabulary V", "tokens, with --cost (default: the shape's own, or 204)", type=whole(1))
     flags.add("--preset", "the model's shape, with --cost (default: small)", default="small")
-    flags.common(
-        "a folder for the text, as routers.txt", "a setting of the model, with --cost, e.g. model.num_experts=32"
-    )
+    told = "a setting of the model, with --cost, e.g. model.num_experts=32"
+    flags.common("a folder for the text, as routers.txt", told)
     return flags
 
 
@@ -115,10 +115,8 @@ def explain(name: str) -> str:
     defaults = {"balance": found.balance}
 
     def lines(options: dict[str, Any]) -> list[str]:
-        return [
-            f"  {key:<18} {describe(option.annotation)}; default {written(defaults.get(key, option.default))}"
-            for key, option in options.items()
-        ]
+        shown = {key: (describe(of.annotation), written(defaults.get(key, of.default))) for key, of in options.items()}
+        return [f"  {key:<18} {kind}; default {default}" for key, (kind, default) in shown.items()]
 
     own = lines(found.options) or ["  none of its own"]
     meanings = COMMON.summary.partition("\n\n")[2].splitlines()
@@ -142,31 +140,31 @@ def cost(values: argparse.Namespace, flags: Parser) -> str:
     counted, vocabulary = counted_model(flags, values, "cost", ("--vocabulary",))
     config: Any = counted.model
     own = find_preset(values.preset).get("router", "smoe")
-    others = [name for name in list_routers() if name != own]
+    rest = [name for name in list_routers() if name != own]
     protocol, title, size = PAPERS, FLOPS_TITLE, f"vocabulary {vocabulary}"
     if not config.reads_tokens:
-        others = [
-            one for one in others if "token_ids" not in build_router(one, dim=8, num_experts=4, vocab_size=8).needs
-        ]
+        rest = [one for one in rest if "token_ids" not in build_router(one, dim=8, num_experts=4, vocab_size=8).needs]
         protocol, size = Protocol(100, config.tokens, 0), f"{config.image_size} x {config.image_size} pixels"
         title = f"inference FLOPs in 1e10 of 100 images of {config.tokens} patches"
-    specs = [values.name] if values.name else [own, *others, *BASELINES]
+    specs = [values.name] if values.name else [own, *rest, *BASELINES]
     rows = cost_table(config, specs, protocol=protocol)
     ks = sorted({k for row in rows for k in row.flops})
-    parameters = [["router", "backbone", "router, trained", "router, fixed", "fixed a layer", "all that trains"]]
-    flops = [["router", *(f"k = {k}" for k in ks)]]
+    parameters, flops = [], []
     for row in rows:
         table = row.parameters
         counts = (table.backbone, table.router_trainable, table.router_fixed, row.fixed_a_layer, table.trainable)
         parameters.append([row.router, *(f"{count:,}" for count in counts)])
         flops.append([row.router, *(f"{row.flops[k] / 1e10:.3f}" if k in row.flops else "-" for k in ks)])
     first = rows[0].parameters
-    parts = [["component of the backbone", "parameters"]]
-    for name in ("attention", "experts", "feed_forward", "norms", "embeddings"):
-        parts.append([name.replace("_", " ") + f" ({rows[0].router})", f"{getattr(first, name):,}"])
+    names = ("attention", "experts", "feed_forward", "norms", "embeddings")
+    parts = [[f"{name.replace('_', ' ')} ({rows[0].router})", f"{getattr(first, name):,}"] for name in names]
+    header = ["router", "backbone", "router, trained", "router, fixed", "fixed a layer", "all that trains"]
+    grids = [
+        Grid(header, parameters, caption="parameters\n"), Grid(["component of the backbone", "parameters"], parts),
+        Grid(["router", *(f"k = {k}" for k in ks)], flops, caption=f"{title}\n"),
+    ]  # fmt: skip
     head = f"preset {values.preset}, {size}, {config.num_experts} experts"
-    tables = ["parameters\n" + aligned(parameters), aligned(parts), title + "\n" + aligned(flops)]
-    return "\n\n".join([head, *tables])
+    return "\n\n".join([head, *(grid.caption + grid.text(rule=False) for grid in grids)])
 
 
 FLOPS_TITLE = "inference FLOPs in 1e10: 10 sequences, 128 tokens after 896 of memory; linear layers, experts, routers"

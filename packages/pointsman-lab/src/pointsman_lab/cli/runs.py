@@ -14,11 +14,10 @@ from pointsman_lab._files import read_whole_json
 from pointsman_lab.cli.options import Parser, overrides, words
 from pointsman_lab.registry import entries, find_preset
 from pointsman_lab.runs.imports import import_recorded, imports_of, present
+from pointsman_lab.training.k_schedule import SHAPES
 
 if TYPE_CHECKING:
     from pointsman_lab.training.config import RunConfig
-
-SCHEDULES = ("linear", "cosine", "exponential", "multi-step")
 
 
 def add_run_flags(flags: Parser) -> None:
@@ -28,7 +27,7 @@ def add_run_flags(flags: Parser) -> None:
     flags.add("--preset", "shape and settings: tiny (default), tiny-mlm, tiny-vit, small, …")
     flags.add("--steps", "optimizer steps (default: the preset's; tiny: 1600)")
     flags.add("--train-top-k K", "k in training: 2, 2:N (grows) or N/2:N")
-    flags.add("--k-schedule NAME", f"how k grows: {', '.join(SCHEDULES)}")
+    flags.add("--k-schedule NAME", f"how k grows: {', '.join(SHAPES)}")
     flags.add("--top-k", "the k values of the evaluation (default: 1, 2, 4, … N)")
     flags.add("--eval-tokens", "tokens of the test split to score (default: the preset's; tiny: 200000)")
     for entry in entries():
@@ -51,32 +50,28 @@ def use_recorded_imports(values: argparse.Namespace, routers: Sequence[str]) -> 
 
 def recorded_imports(folder: Path) -> list[str]:
     """What the run, the comparison or the exam in `folder` was given with --import."""
-    run, comparison, exam = (
-        read_whole_json(folder / name) or {} for name in ("config.json", "comparison.json", "exam.json")
-    )
+    names = ("config.json", "comparison.json", "exam.json")
+    run, comparison, exam = (read_whole_json(folder / name) or {} for name in names)
     return [*imports_of(run), *imports_of(comparison.get("settings", {})), *imports_of(exam)]
 
 
-def counted_model(
-    flags: Parser, values: argparse.Namespace, what: str, of_text: Sequence[str]
-) -> tuple[RunConfig, int]:
+def counted_model(flags: Parser, values: argparse.Namespace, what: str, texts: Sequence[str]) -> tuple[RunConfig, int]:
     """The settings of a model that is only counted, by --preset, --set and --vocabulary, and its vocabulary.
 
     Args:
         what: what is counted, in errors.
-        of_text: flags without effect on models of images.
+        texts: flags without effect on models of images.
     """
     from pointsman_lab.recipes import preset
 
     changes = overrides(values.set)
     if unread := [key for key in changes if not key.startswith("model.") and key != "train_top_k"]:
-        raise RunError(
-            f"{flags.prog}: --set {unread[0]} has no effect on a {what}: allowed are model.* and train_top_k"
-        )
+        allowed = "allowed are model.* and train_top_k"
+        raise RunError(f"{flags.prog}: --set {unread[0]} has no effect on a {what}: {allowed}")
     vocabulary = values.vocabulary or find_preset(values.preset).get("vocabulary", 204)
     config = preset(values.preset).with_overrides(changes).with_vocabulary(vocabulary)
     if not config.model.reads_tokens:
-        flags.without_effect(values, of_text, f"with --preset {values.preset}, which reads images")
+        flags.without_effect(values, texts, f"with --preset {values.preset}, which reads images")
     return config, vocabulary
 
 
@@ -90,16 +85,11 @@ def run_config(values: argparse.Namespace, router: str, seed: int = 0) -> RunCon
 
 def changed(config: RunConfig, values: argparse.Namespace) -> RunConfig:
     """`config` with the changes of flags and --set."""
-    given = {
-        "train_top_k": values.train_top_k,
-        "k_schedule": values.k_schedule,
-        "eval_top_k": values.top_k,
-        "eval_tokens": values.eval_tokens,
-        "imports": tuple(values.imports) or None,
-        "tensorboard": values.tensorboard or None,
-        "track": tuple(values.track or ()) or None,
-    }
-    given |= {name: getattr(values, name, None) for entry in entries() for name in entry.settings}
+    of_tasks = [name for entry in entries() for name in entry.settings]
+    named = ("train_top_k", "k_schedule", "eval_tokens", *of_tasks)
+    given = {name: getattr(values, name, None) for name in named}
+    given |= {"eval_top_k": values.top_k, "tensorboard": values.tensorboard or None}
+    given |= {"imports": tuple(values.imports) or None, "track": tuple(values.track or ()) or None}
     changes = {name: value for name, value in given.items() if value is not None}
     told = overrides(values.set)
     if "imports" in told:

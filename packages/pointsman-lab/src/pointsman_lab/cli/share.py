@@ -51,10 +51,8 @@ def run(words: Sequence[str]) -> int:
         from pointsman_lab.exam.exam import collect, plan_in
 
         plan = plan_in(values.folder)
-        cells = {
-            path_of(values.folder, *place).relative_to(values.folder).as_posix(): cell
-            for place, cell in collect(plan, values.folder).items()
-        }
+        paths = {path_of(values.folder, *place): cell for place, cell in collect(plan, values.folder).items()}
+        cells = {path.relative_to(values.folder).as_posix(): cell for path, cell in paths.items()}
         routers: Sequence[str] = plan.rows
     else:
         routers = read(values.folder).routers

@@ -52,8 +52,7 @@ def run(words: Sequence[str]) -> int:
 
     first = RoutingTrace.load(values.first)
     if action == "diff":
-        second = RoutingTrace.load(values.second)
-        found = compare(first, second)
+        found = compare(first, RoutingTrace.load(values.second))
         print(f"{first.tokens:,} tokens, {len(first.lengths)} sequences, {len(first.layers)} layers")
         print("\n".join(f"- {kind}" for kind in found.kinds) or "the traces are equal")
         if not found.equal:
@@ -76,9 +75,8 @@ def run(words: Sequence[str]) -> int:
         print(f"largest load of a device over the mean, {values.devices} devices, batches of {batch:,} tokens")
         print(_by_layer(placed, "{:.3f}"))
         if cached:
-            print(
-                f"\nshare of choices found in a cache of {values.cache} experts a layer\n{_by_layer(cached, '{:.1%}')}"
-            )
+            print(f"\nshare of choices found in a cache of {values.cache} experts a layer")
+            print(_by_layer(cached, "{:.1%}"))
         result = {"placement": placed, "cache": cached}
     if values.out:
         write_whole(values.out / "trace.json", json.dumps(result, indent=1, allow_nan=False) + "\n")

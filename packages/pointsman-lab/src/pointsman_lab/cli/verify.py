@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman_lab._files import read_json, read_lines, read_text, within, write_whole
+from pointsman_lab._files import read_json, read_lines, within, write_whole
 from pointsman_lab._shapes import shape_of
 from pointsman_lab._values import printable
 from pointsman_lab.cli.options import Parser
@@ -52,10 +52,8 @@ def run(arguments: Sequence[str]) -> int:
     kind = kind_of(root)
     found = list(faults(root, kind))
     files = 1 if root.is_file() else sum(1 for place in entries(root) if place.is_file())
-    summary = (
-        f"{root}: {kind}, {files:,} files: {f'{len(found):,} would be refused or are missing' if found else 'whole'}"
-    )
-    text = printable("\n".join([*found, summary]))
+    state = f"{len(found):,} would be refused or are missing" if found else "whole"
+    text = printable("\n".join([*found, f"{root}: {kind}, {files:,} files: {state}"]))
     if values.out:
         write_whole(values.out / "verify.txt", text + "\n")
     print(text)
@@ -181,7 +179,9 @@ def _entry(root: Path, place: Path, theirs: bool) -> None:
     if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
         raise RunError(f"{place}: no ordinary file")
     if place.name == paths.VOCABULARY:
-        _vocabulary(place)
+        from pointsman_lab.training.directory import RunDirectory
+
+        RunDirectory(place.parent).vocabulary()
     elif place.name == paths.METRICS:
         _metrics(place)
     elif place.name == RECORD:
@@ -206,15 +206,6 @@ def _opened(run: Path) -> None:
     open_run(run, note=passed_over.append)
     if passed_over:
         raise RunError(passed_over[0])
-
-
-def _vocabulary(file: Path) -> None:
-    from pointsman_lab.registry import read_vocabulary
-
-    try:
-        read_vocabulary(read_text(file))
-    except (KeyError, TypeError) as error:
-        raise RunError(f"{file} is damaged: {error}") from None
 
 
 def _metrics(file: Path) -> None:
