@@ -23,11 +23,13 @@ from pointsman_lab.training.settings import without_effect
 
 XMOE = "finetune-xmoe"
 COUNTED_SETTING = "counted from the model"
+Figures = dict[tuple[int, int], dict[int, float]]
+"""(line, column) of a table -> seed -> figure."""
 
 
 def measured(table: PublishedTable, runs: Sequence[RunRecord]) -> dict[str, dict[tuple[int, int], Cell]]:
     """Our figures by setting: all runs that match a cell, over seeds. Of several routers of one line each is named."""
-    values: dict[str, dict[tuple[int, int], dict[int, float]]] = {}
+    values: dict[str, Figures] = {}
     taken: dict[tuple[str, int, int, int], Path] = {}
     lines = list(enumerate(table.lines))
     placed = [(run, setting(run, table), i) for run in runs for i, line in lines if belongs(run, line, table.free)]
@@ -48,11 +50,9 @@ def measured(table: PublishedTable, runs: Sequence[RunRecord]) -> dict[str, dict
     return {name: {place: Cell(seeds) for place, seeds in found.items()} for name, found in values.items()}
 
 
-def averages(
-    table: PublishedTable, values: Mapping[tuple[int, int], Mapping[int, float]]
-) -> dict[tuple[int, int], dict[int, float]]:
+def averages(table: PublishedTable, values: Figures) -> Figures:
     """Figures for the columns of averages, of the seeds that have all other columns."""
-    found: dict[tuple[int, int], dict[int, float]] = {}
+    found: Figures = {}
     of = [(j, column.task or column.name) for j, column in enumerate(table.columns) if column.quantity != "average"]
     for j in (j for j, column in enumerate(table.columns) if column.quantity == "average"):
         for i in range(len(table.lines)):

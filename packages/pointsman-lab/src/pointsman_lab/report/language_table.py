@@ -69,8 +69,10 @@ class LanguageTable(Forms):
         values: dict[Line, dict[str, dict[int, float]]] = {}
         for run, k, result in rows:
             cells = values.setdefault((run.router, k), {column: {} for column in columns})
+            figures = {language: of.get("value") for language, of in result["languages"].items()}
+            figures |= {"mean": result.get("value"), **{key: result.get(key) for key in FURTHER}}
             for column in columns:
-                if (value := finite(_figure(result, column))) is not None:
+                if (value := finite(figures.get(column))) is not None:
                     cells[column][run.seed] = value
         lines = {line: {column: Cell(seeds) for column, seeds in cells.items()} for line, cells in values.items()}
         known = {language: of for language, of in first["languages"].items() if finite(of.get("floor")) is not None}
@@ -164,10 +166,3 @@ class LanguageTable(Forms):
                 rows.append([*line, *cost])
         header = ["router", "k", "language", "mean", "std", "seeds", "floor", "standard error over items"]
         return Grid([*header, *(CSV_COSTS if self.costs else ())], rows).csv()
-
-
-def _figure(result: Mapping[str, Any], column: str) -> Any:
-    """What a column shows of a result."""
-    if column == "mean" or column in FURTHER:
-        return result.get("value" if column == "mean" else column)
-    return result["languages"].get(column, {}).get("value")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,8 +114,9 @@ class AuditResult:
         tried = [one for one in self.analyses.get("schedules", ()) if len(set(one["ks"].values())) > 1 and one["kept"]]
         one = min(tried, key=lambda row: (row["mean_k"], row["share"]), default=None)
         if one is not None and self.top_k and one["mean_k"] < min(self.top_k, cheapest or self.top_k):
-            shown = f"{_listed(one['ks'].values())}; mean {one['mean_k']:.3g}"
-            said.append(f"With k by layer ({shown}) the loss changes by {_changes(one)}.")
+            ks = [str(k) for k in one["ks"].values()]
+            shown = ", ".join(ks if len(ks) <= 12 else [*ks[:12], "…"])
+            said.append(f"With k by layer ({shown}; mean {one['mean_k']:.3g}) the loss changes by {_changes(one)}.")
         said += self._prunings()
         for one in self.analyses.get("answers", ()):
             times = one["times"] or {}
@@ -258,12 +259,6 @@ def _counted(number: float, what: str) -> str:
 
 def _changes(one: Mapping[str, Any]) -> str:
     return f"{one['share']:+.2%} ± {one['share_half']:.2%} on held-out text"
-
-
-def _listed(values: Iterable[int]) -> str:
-    """2, 1, 1, 2; long ones in part."""
-    shown = [str(value) for value in values]
-    return ", ".join(shown if len(shown) <= 12 else [*shown[:12], "…"])
 
 
 def _most(row: Mapping[str, Any]) -> float | None:
