@@ -82,4 +82,4 @@ def test_evaluation_reads_every_example_once() -> None:
     for batch in batches:
         assert batch.labels.tolist() == [EXAMPLES.labels[place] for place in batch.places]
         assert [BYTES.decode(row[row >= 0].numpy()) for row in batch.tokens] == [TEXTS[p] + "\n" for p in batch.places]
-    assert len(encoded.first(7)) == 7
+    assert len(encoded.take(np.arange(7))) == 7

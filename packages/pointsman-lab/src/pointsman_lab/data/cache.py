@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pointsman._errors import RunError
 from pointsman_lab._files import parse_json, read_text, scratch_folder, sync_folder, write_synced
@@ -54,15 +53,14 @@ def cached(key: str, cache: Path, build: Callable[[], Tokens]) -> Tokens:
     """
     root = cache / "tokens"
     final = root / key
-    tokens = _open(final)
-    if tokens:
+    if tokens := _open(final):
         return tokens
     made: Tokens | None = None
     try:
         with scratch_folder(root) as scratch:
             made = build()
             _write(scratch, made)
-            move_into_place(scratch, final, lambda: _open(final) is not None)
+            _move_into_place(scratch, final)
         return _open(final) or made
     except OSError as error:
         if error.errno in NO_SPACE:
@@ -75,7 +73,7 @@ def cached(key: str, cache: Path, build: Callable[[], Tokens]) -> Tokens:
 def _write(folder: Path, tokens: Tokens) -> None:
     parts = {}
     for split, ids in tokens.arrays.items():
-        write_synced(folder / f"{split}.bin", bytes(_raw(ids)))
+        write_synced(folder / f"{split}.bin", ids.tobytes())
         parts[split] = {"tokens": len(ids), "crc32": tokens.crc32[split], "unknown": tokens.unknown[split]}
     payload = json.dumps({"format": FORMAT, "parts": parts, "vocabulary": tokens.vocabulary.to_json()})
     write_synced(folder / "meta.json", f"{hashlib.sha256(payload.encode()).hexdigest()}\n{payload}\n".encode())
@@ -105,21 +103,16 @@ def _map(path: Path, tokens: int, dtype: np.dtype[Any]) -> IdArray:
         return np.zeros(0, dtype=dtype)
     if path.stat().st_size != tokens * dtype.itemsize:
         raise ValueError(f"{path} has the wrong length")
-    mapped: NDArray[Any] = np.memmap(path, dtype=dtype, mode="r")
-    return mapped
+    return np.memmap(path, dtype=dtype, mode="r")
 
 
 def _crc32(ids: IdArray) -> int:
-    return zlib.crc32(_raw(ids))
+    return zlib.crc32(np.ascontiguousarray(ids).view(np.uint8).data)
 
 
-def _raw(ids: IdArray) -> memoryview:
-    return np.ascontiguousarray(ids).view(np.uint8).data
-
-
-def move_into_place(scratch: Path, final: Path, valid: Callable[[], bool]) -> None:
-    """Renames a folder, unless another process was first; `valid` says whether what is there can be used."""
-    if final.exists() and not valid():  # damaged, or of another format
+def _move_into_place(scratch: Path, final: Path) -> None:
+    """Renames a folder, unless another process was first."""
+    if final.exists() and not _open(final):  # damaged, or of another format
         with scratch_folder(final.parent) as aside:
             final.replace(aside)
     try:

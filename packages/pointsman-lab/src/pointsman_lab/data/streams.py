@@ -17,6 +17,8 @@ from torch import Tensor
 from pointsman._errors import RunError
 from pointsman_lab.data.vocabulary import IdArray
 
+Ints = NDArray[np.signedinteger[Any]]
+
 IGNORE = -100
 """The target of positions without one: the default `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
@@ -115,39 +117,35 @@ class EvalStream:
             )
         if budget is not None and budget < 1:
             raise RunError(f"{budget} tokens to evaluate: at least 1 is needed")
-        self.rows = min(batch_size, targets // segment_length)
-        self.segment_length = segment_length
-        length, longer = divmod(targets, self.rows)
-        row = np.arange(self.rows)
-        self._starts = row * length + np.minimum(row, longer)
-        if budget is None or budget >= targets:
-            self._lengths = length + (row < longer)
-        else:
-            segments = max(1, budget // (self.rows * segment_length))
-            self._lengths = np.full(self.rows, segments * segment_length)
-        self.num_tokens = int(self._lengths.sum())
-        self._tokens = tokens
-        self._device = torch.device(device)
+        rows = min(batch_size, targets // segment_length)
+        length, longer = divmod(targets, rows)
+        row = np.arange(rows)
+        lengths = length + (row < longer)
+        if budget is not None and budget < targets:
+            lengths = np.full(rows, max(1, budget // (rows * segment_length)) * segment_length)
+        self._read(tokens, row * length + np.minimum(row, longer), lengths, segment_length, device)
 
     @classmethod
     def of_rows(cls, rows: Sequence[IdArray], segment_length: int, device: torch.device | str = "cpu") -> EvalStream:
         """A stream with one row per text of at least two ids; all tokens except a text's first are targets."""
         _check_positive(len(rows), segment_length)
         stream = cls.__new__(cls)
-        stream.rows, stream.segment_length = len(rows), segment_length
         sizes = np.array([len(row) for row in rows])
-        stream._starts, stream._lengths = np.cumsum(sizes) - sizes, sizes - 1
-        stream._tokens = np.concatenate(list(rows))
-        stream.num_tokens = int(stream._lengths.sum())
-        stream._device = torch.device(device)
+        stream._read(np.concatenate(list(rows)), np.cumsum(sizes) - sizes, sizes - 1, segment_length, device)
         return stream
+
+    def _read(
+        self, tokens: IdArray, starts: Ints, lengths: Ints, segment_length: int, device: torch.device | str
+    ) -> None:
+        """Row r has `lengths[r]` targets after the token at `starts[r]`."""
+        self._tokens, self._starts, self._lengths, self._device = tokens, starts, lengths, torch.device(device)
+        self.rows, self.segment_length, self.num_tokens = len(lengths), segment_length, int(lengths.sum())
 
     @property
     def texts(self) -> list[IdArray]:
         """The text of each row, including its first token, which is not a target."""
-        return [
-            self._tokens[start : start + length + 1] for start, length in zip(self._starts, self._lengths, strict=True)
-        ]
+        rows = zip(self._starts, self._lengths, strict=True)
+        return [self._tokens[start : start + length + 1] for start, length in rows]
 
     def __len__(self) -> int:
         """The number of segments per row."""
@@ -158,15 +156,11 @@ class EvalStream:
         if not 0 <= index < len(self):
             raise IndexError(f"segment {index} of {len(self)}")
         begin = index * self.segment_length
-        width = min(self.segment_length, int(self._lengths.max()) - begin)
-        inputs = np.zeros((self.rows, width), dtype=np.int64)
-        targets = np.full((self.rows, width), IGNORE, dtype=np.int64)
-        for row, (start, length) in enumerate(zip(self._starts, self._lengths, strict=True)):
-            piece = self._tokens[start + begin : start + min(begin + width, int(length)) + 1]
-            count = max(0, min(width, int(length) - begin))
-            inputs[row, : len(piece[:width])] = piece[:width]
-            targets[row, :count] = piece[1 : count + 1]
-        return _send(inputs, self._device), _send(targets, self._device)
+        end = min(begin + self.segment_length, int(self._lengths.max()))
+        place, last = np.arange(begin, end + 1), self._lengths[:, None]
+        rows = self._tokens[self._starts[:, None] + np.minimum(place, last)].astype(np.int64)
+        inputs, targets = np.where(place <= last, rows, 0)[:, :-1], np.where(place <= last, rows, IGNORE)[:, 1:]
+        return _send(inputs.copy(), self._device), _send(targets.copy(), self._device)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return (self.batch(index) for index in range(len(self)))
@@ -191,7 +185,7 @@ def _check_positive(batch_size: int, segment_length: int) -> None:
         raise ValueError(f"batch size {batch_size} and segment length {segment_length} must be at least 1")
 
 
-def _send(array: NDArray[np.signedinteger[Any]], device: torch.device) -> Tensor:
+def _send(array: Ints, device: torch.device) -> Tensor:
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)

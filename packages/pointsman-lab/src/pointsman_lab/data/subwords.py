@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from pointsman._errors import RunError, needing
 from pointsman_lab._files import parse_json, read_ordinary, user_path, write_whole
 from pointsman_lab.data.pieces import sentencepiece_library, train_model
+from pointsman_lab.data.reading import reading
 from pointsman_lab.data.vocabulary import IdArray, Vocabulary
 
 PIECES = "pieces:"
@@ -175,9 +175,8 @@ def piece_model(sentences: Iterable[str], size: int) -> bytes:
 
 def _from_model(path: Path) -> Subwords:
     try:
-        return _of_processor(read_ordinary(path), path)
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror or error}") from None
+        with reading(path):
+            return _of_processor(read_ordinary(path), path)
     except (RuntimeError, TypeError) as error:
         raise RunError(f"{path}: not a SentencePiece model: {error}") from None
 
@@ -216,11 +215,10 @@ def _chunks(text: str) -> Iterator[str]:
 
 def _read(path: Path) -> str:
     try:
-        return read_ordinary(path).decode("utf-8")
+        with reading(path):
+            return read_ordinary(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise RunError(f"{path}: not UTF-8 (byte at {error.start:,})") from None
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def _library() -> Any:
@@ -240,7 +238,9 @@ def as_tokenizer(vocabulary: Vocabulary) -> Any:
     library = _library()
     models, before = library.models, library.pre_tokenizers
     if vocabulary.level == "byte":
-        letters = byte_letters()
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        letters = bytes_to_unicode()  # type: ignore[no-untyped-call]  # of GPT-2: byte -> the letter for it
         ids = {letters[int(symbol)]: index for index, symbol in enumerate(vocabulary.symbols)}
         unknown = "?" if "?" in ids else next(iter(ids))
         tokenizer = library.Tokenizer(models.BPE(vocab=ids, merges=[], unk_token=unknown))
@@ -253,13 +253,6 @@ def as_tokenizer(vocabulary: Vocabulary) -> Any:
         tokenizer.normalizer = library.normalizers.Replace("\n", " <eos> ")
     tokenizer.pre_tokenizer = before.WhitespaceSplit()
     return tokenizer
-
-
-def byte_letters() -> list[str]:
-    """The letter that stands for each byte in byte-level tokenizers (GPT-2's table)."""
-    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = count(256)
-    return [chr(value if value in shown else next(others)) for value in range(256)]
 
 
 def save_tokenizer(vocabulary: Vocabulary, folder: Path) -> None:

@@ -37,10 +37,6 @@ class Encoded:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def first(self, count: int) -> Encoded:
-        """The first `count` examples."""
-        return Encoded(self.rows[:count], self.labels[:count], self.truncated, self.unknown)
-
     def take(self, places: NDArray[np.int64]) -> Encoded:
         """The examples with these indices."""
         rows = tuple(self.rows[place] for place in places)

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -180,7 +181,7 @@ def change_from(weights: Mapping[str, Tensor], model: Any, encoded: Encoded) -> 
     before = build_model(model.config)
     before.load_state_dict(weights)
     before.to(device)
-    part = encoded.first(EXAMPLES)
+    part = encoded.take(np.arange(len(encoded))[:EXAMPLES])
     layers = {name: Fluctuation() for name, _ in named_routers(before)}
     (k,) = eval_top_k(before, (min(TOP_K, model.config.num_experts),))
     at = [set_top_k(one, k) if k else nullcontext() for one in (model, before)]
