@@ -43,9 +43,9 @@ def parse_moe_layers(text: str, num_layers: int) -> Layout:
     if word in ("every", "last", "after") and colon:
         return _counted(text, word, rest, num_layers)
     pieces = [piece.strip() for piece in text.split(",")]
-    if not all(piece.isdecimal() for piece in pieces):
+    if not all(map(str.isdecimal, pieces)):
         raise ValueError(f"moe_layers={text!r}: {ALLOWED}")
-    return Layout(check_layers("moe_layers", text, [int(piece) for piece in pieces], num_layers), None)
+    return Layout(check_layers("moe_layers", text, list(map(int, pieces)), num_layers), None)
 
 
 def check_layers(name: str, given: object, layers: list[int], num_layers: int) -> frozenset[int]:
@@ -56,25 +56,25 @@ def check_layers(name: str, given: object, layers: list[int], num_layers: int) -
 
 
 def _counted(text: str, word: str, rest: str, num_layers: int) -> Layout:
-    numbers = [int(piece) if piece.strip().isdecimal() else -1 for piece in rest.split(":")]
-    first = numbers[0]
+    first, *second = [int(piece) if piece.strip().isdecimal() else -1 for piece in rest.split(":")]
     if not 1 <= first <= num_layers:
-        raise ValueError(
-            f"moe_layers={text!r}: {word}: takes a whole number from 1 to {num_layers} (the number of layers)"
-        )
-    if len(numbers) > (1 if word == "after" else 2):
-        raise ValueError(f"moe_layers={text!r}: {ALLOWED}")
-    if word == "after":
+        wrong = f"{word}: takes a whole number from 1 to {num_layers} (the number of layers)"
+    elif len(second) > (word != "after"):
+        wrong = ALLOWED
+    elif word == "after":
         return Layout(frozenset(), first)
-    if word == "every":
-        start = numbers[1] if len(numbers) == 2 else 0
-        if not 0 <= start < num_layers:
-            raise ValueError(f"moe_layers={text!r}: every:n:start takes a start from 0 to {num_layers - 1}")
-        return Layout(frozenset(range(start, num_layers, first)), None)
-    stride = numbers[1] if len(numbers) == 2 else 1
-    if stride < 1 or (first - 1) * stride >= num_layers:
-        raise ValueError(f"moe_layers={text!r}: {first} layers, {stride} apart, do not fit into {num_layers} layers")
-    return Layout(frozenset(range(num_layers - 1 - (first - 1) * stride, num_layers, stride)), None)
+    elif word == "every":
+        start = second[0] if second else 0
+        if 0 <= start < num_layers:
+            return Layout(frozenset(range(start, num_layers, first)), None)
+        wrong = f"every:n:start takes a start from 0 to {num_layers - 1}"
+    else:
+        stride = second[0] if second else 1
+        lowest = num_layers - 1 - (first - 1) * stride
+        if stride >= 1 and lowest >= 0:
+            return Layout(frozenset(range(lowest, num_layers, stride)), None)
+        wrong = f"{first} layers, {stride} apart, do not fit into {num_layers} layers"
+    raise ValueError(f"moe_layers={text!r}: {wrong}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,15 +74,9 @@ class CostRow:
 
 
 ROLES = {
-    "attention": "attention",
-    "experts": "experts",
-    "shared-experts": "experts",
-    "virtual-experts": "experts",
-    "feed-forward": "feed_forward",
-    "norm": "norms",
-    "embedding": "embeddings",
-    "router": "router_trainable",
-}
+    "attention": "attention", "experts": "experts", "shared-experts": "experts", "virtual-experts": "experts",
+    "feed-forward": "feed_forward", "norm": "norms", "embedding": "embeddings", "router": "router_trainable",
+}  # fmt: skip
 
 
 def parameter_table(model: nn.Module) -> ParameterTable:
@@ -119,24 +113,19 @@ def inference_flops(model: nn.Module, top_k: int, protocol: Protocol = PAPERS) -
         if isinstance(module, RelativeAttention):
             total += protocol.batch * keys * module.qkv.weight.numel() + keys * module.position.weight.numel()
             total += tokens * module.output.weight.numel()
-        elif isinstance(module, Attention):
-            total += tokens * (module.query.weight.numel() + module.output.weight.numel())
-            total += tokens * (module.key.weight.numel() + module.value.weight.numel())
-        elif isinstance(module, FeedForward):
-            gate = 0 if module.w_gate is None else module.w_gate.numel()
-            total += tokens * (module.w_in.numel() + module.w_out.numel() + gate)
+        elif isinstance(module, Attention | FeedForward):
+            total += tokens * _entries(module, 2)
         elif isinstance(module, MoE):
-            experts = module.experts
-            weights = [tensor for tensor in experts.parameters() if tensor.dim() == 3]
-            each = sum(tensor.numel() for tensor in weights) // experts.num_experts
             rows, besides = module.router.select.cost(protocol.batch, tokens, top_k, module.router.dim)
-            total += int(rows * each) + besides
-            total += tokens * router_products(module.router)
-            shared = () if module.shared is None else module.shared.parameters()
-            total += tokens * sum(tensor.numel() for tensor in shared if tensor.dim() == 2)
-            virtual = () if module.virtual is None else module.virtual.parameters()
-            total += tokens * sum(tensor.numel() for tensor in virtual)
+            total += int(rows * (_entries(module.experts, 3) // module.experts.num_experts)) + besides
+            total += tokens * (router_products(module.router) + _entries(module.shared, 2) + _entries(module.virtual))
     return 2 * total
+
+
+def _entries(module: nn.Module | None, dim: int | None = None) -> int:
+    """Numbers in a module's parameters, or in those of so many dimensions."""
+    parameters = () if module is None else module.parameters()
+    return sum(parameter.numel() for parameter in parameters if dim in (None, parameter.dim()))
 
 
 def cost_a_token(config: ModelConfig, length: int, memory: int) -> dict[str, int]:
@@ -144,11 +133,8 @@ def cost_a_token(config: ModelConfig, length: int, memory: int) -> dict[str, int
     and "total" trainable parameters, routers included}, of texts of `length` after `memory` positions."""
     model, k = _built(config), config.num_experts if has_one_k(config.router) else config.top_k
     total = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    idle = 0
-    for module in model.modules():
-        if isinstance(module, MoE):
-            unused = config.num_experts - min(k, module.router.select.most)
-            idle += unused * sum(parameter.numel() for parameter in module.experts.parameters())
+    layers = (module for module in model.modules() if isinstance(module, MoE))
+    idle = sum((config.num_experts - min(k, layer.router.select.most)) * _entries(layer.experts) for layer in layers)
     flops = inference_flops(model, k, Protocol(1, length, memory)) // length
     return {"top_k": config.top_k, "flops": flops, "active": total - idle // config.num_experts, "total": total}
 
