@@ -14,7 +14,7 @@ from pointsman_lab.report.task_table import TaskTable, consistency, finetunings,
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.record import RunRecord
 from pointsman_lab.tasks.attacks.table import attack_tables
-from pointsman_lab.tasks.images.robust_table import figure_of, shifted_images
+from pointsman_lab.tasks.images.robust_table import figures, shifted_images
 
 UNITS = {
     "quality": "", "nats": "nats", "entropy": "nats", "mixed entropy": "nats",
@@ -115,7 +115,7 @@ class Measure:
         elif self.name in SHIFTED:
             name, column, scale = SHIFTED[self.name]
             record = shifted_images(run, name)
-            value = figure_of(record, column, self.k or max(record["protocol"]["top_k"])) if record else None
+            value = figures(record, self.k or max(record["protocol"]["top_k"])).get(column) if record else None
         elif self.name in DIAGNOSED:
             value = mean_of(DIAGNOSED[self.name](run.diagnostics).values())
         else:

@@ -383,8 +383,8 @@ def test_records_of_two_paths_are_two_and_follow_what_they_are_made_from(compari
 
 def test_other_classes_are_left_out_of_the_logits() -> None:
     seen = Seen(torch.tensor([[3.0, 2.0, 1.0], [0.0, 2.0, 1.0]], dtype=torch.float64), torch.tensor([1, 2]))
-    assert (seen.accuracy(), seen.accuracy([1, 2]), seen.accuracy([2])) == (0.0, 0.5, 0.5)
-    assert seen.confidence([1, 2]) == pytest.approx([1 / (1 + np.exp(-1.0))] * 2)
+    assert (seen.accuracy, seen.restricted([1, 2]).accuracy, seen.restricted([2]).accuracy) == (0.0, 0.5, 0.5)
+    assert seen.restricted([1, 2]).confidence == pytest.approx([1 / (1 + np.exp(-1.0))] * 2)
 
 
 def test_a_part_of_a_folder_is_told_apart_among_all_of_its_classes(comparison: Path, tmp_path: Path) -> None:

@@ -148,9 +148,9 @@ def _at(record: Record, k: int, part: str = "results") -> list[Mapping[str, Any]
     return [row for row in record.get(part) or [] if record["every_k"] or row["top_k"] == k]
 
 
-def figures(kind: str, record: Record, k: int) -> dict[str, float | None]:
-    """The columns of a kind's tables of one run's `shifted_images` at this k; mCE, which needs another run, is None."""
-    rows = _at(record, k)
+def figures(record: Record, k: int) -> dict[str, float | None]:
+    """The columns of the tables of one run's `shifted_images` at this k; mCE, which needs another run, is None."""
+    kind, rows = record["kind"], _at(record, k)
     if kind == "c":
         clean, corrupted = _clean(record, k), mean_of(row.get("value") for row in rows)
         routing = record.get("routing") or ()  # at the k of training
@@ -189,11 +189,6 @@ def _difference(one: float | None, two: float | None) -> float | None:
     return None if one is None or two is None else one - two
 
 
-def figure_of(record: Record, column: str, k: int) -> float | None:
-    """A column of the tables, but for mCE, of one run's `shifted_images` at this k; None where there is none."""
-    return figures(str(record["kind"]), record, k).get(column)
-
-
 def errors(record: Record, k: int) -> dict[str, list[float]]:
     """Corruption -> error at each severity that has one."""
     found: dict[str, list[float]] = {}
@@ -209,7 +204,7 @@ def _cells(kind: str, runs: Runs, routers: Sequence[str], k: int) -> dict[str, d
     cells: dict[str, dict[str, Cell]] = {}
     for router in routers:
         own = {seed: record for (name, seed), record in runs.items() if name == router}
-        found = {seed: figures(kind, record, k) for seed, record in own.items()}
+        found = {seed: figures(record, k) for seed, record in own.items()}
         names = list(next(iter(found.values())))
         cells[router] = {
             name: Cell({seed: value for seed, of in found.items() if (value := of[name]) is not None}) for name in names

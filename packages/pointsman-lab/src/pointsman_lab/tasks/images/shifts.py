@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -44,10 +44,10 @@ class Frame:
     how: EvaluationContext = PLAIN
     keep: dict[str, str] | None = None
 
-    def take(self, name: str, k: int | None, seen: Seen, classes: Sequence[int] | None = None) -> None:
+    def take(self, name: str, k: int | None, seen: Seen) -> None:
         if self.keep is not None:
             end = f"-k{k}" if k else ""
-            self.keep[f"{name}{end}.csv"] = HEADER + predictions(seen.restricted(classes), seen.labels)
+            self.keep[f"{name}{end}.csv"] = HEADER + predictions(seen.logits, seen.labels)
 
 
 @dataclass(frozen=True)
@@ -63,25 +63,26 @@ class Seen:
     labels: Tensor
     routings: Mapping[str, list[Routing]] = field(default_factory=dict)
 
-    def restricted(self, classes: Sequence[int] | None) -> Tensor:
-        """The logits with those of other classes at -inf; None: of all classes."""
-        if classes is None:
-            return self.logits
+    def restricted(self, classes: Sequence[int]) -> Seen:
+        """The same with the logits of other classes at -inf."""
         kept = torch.full((self.logits.shape[1],), -torch.inf, dtype=self.logits.dtype)
         kept[list(classes)] = 0
-        return self.logits + kept
+        return replace(self, logits=self.logits + kept)
 
-    def right(self, classes: Sequence[int] | None = None) -> NDArray[np.bool_]:
-        """[N], whether the class was found, among these classes."""
-        found: NDArray[np.bool_] = (self.restricted(classes).argmax(-1) == self.labels).numpy()
+    @property
+    def right(self) -> NDArray[np.bool_]:
+        """[N], whether the class was found."""
+        found: NDArray[np.bool_] = (self.logits.argmax(-1) == self.labels).numpy()
         return found
 
-    def accuracy(self, classes: Sequence[int] | None = None) -> float:
-        return float(self.right(classes).mean())
+    @property
+    def accuracy(self) -> float:
+        return float(self.right.mean())
 
-    def confidence(self, classes: Sequence[int] | None = None) -> NDArray[np.float64]:
-        """[N], the largest probability, among these classes."""
-        most: NDArray[np.float64] = torch.softmax(self.restricted(classes), -1).amax(-1).numpy()
+    @property
+    def confidence(self) -> NDArray[np.float64]:
+        """[N], the largest probability."""
+        most: NDArray[np.float64] = torch.softmax(self.logits, -1).amax(-1).numpy()
         return most
 
 
@@ -155,19 +156,19 @@ def under_corruptions(
             after = look(model, part, k, frame, routing=k == routing_k and aligned)
             if k in values:
                 frame.take(f"{name}-{severity}", k, after)
-                results.append({**where, **_k(model, k), "value": after.accuracy()})
+                results.append({**where, **_k(model, k), "value": after.accuracy})
             if k == routing_k and aligned:
                 routing.append({**where, **_k(model, k), "layers": fluctuation(before[k], after)})
         frame.how.progress.advance(number + 1, {})
-    return {"clean": [_clean(model, k, before[k]) for k in values], "results": results, "routing": routing}
+    plain = [
+        {**_k(model, k), "value": before[k].accuracy, "calibration": calibration(before[k].confidence, before[k].right)}
+        for k in values
+    ]
+    return {"clean": plain, "results": results, "routing": routing}
 
 
 def _k(model: VisionTransformer, k: int | None) -> dict[str, int]:
     return {"top_k": k or model.config.num_experts}
-
-
-def _clean(model: VisionTransformer, k: int | None, seen: Seen) -> dict[str, Any]:
-    return {**_k(model, k), "value": seen.accuracy(), "calibration": calibration(seen.confidence(), seen.right())}
 
 
 def on_renditions(
@@ -189,13 +190,12 @@ def on_renditions(
     same = clean.take(inside)
     results = []
     for k in eval_top_k(model, top_k):
-        seen, plain = look(model, part, k, frame), look(model, same, k, frame)
-        frame.take("shifted", k, seen, classes)
-        frame.take("clean", k, plain, classes)
-        shifted, straight = seen.accuracy(classes), plain.accuracy(classes)
+        seen, plain = (look(model, one, k, frame).restricted(classes) for one in (part, same))
+        frame.take("shifted", k, seen)
+        frame.take("clean", k, plain)
         results.append({
-            **_k(model, k), "value": shifted, "clean": straight, "gap": straight - shifted,
-            "calibration": calibration(seen.confidence(classes), seen.right(classes)),
+            **_k(model, k), "value": seen.accuracy, "clean": plain.accuracy, "gap": plain.accuracy - seen.accuracy,
+            "calibration": calibration(seen.confidence, seen.right),
         })  # fmt: skip
     return {"classes": len(classes), "images": len(part), "clean_images": len(same), "results": results}
 
@@ -221,11 +221,13 @@ def on_outliers(
     results = []
     positive = np.arange(len(inliers) + len(outliers)) >= len(inliers)
     for k in eval_top_k(model, top_k):
-        known, strange = (look(model, part, k, frame) for part in (inliers, outliers))
-        frame.take("inliers", k, known, classes)
-        frame.take("outliers", k, strange, classes)
-        scores = np.concatenate([-seen.confidence(classes) for seen in (known, strange)])
-        results.append({**_k(model, k), **detection(scores, positive)})
+        scores = []
+        for name, part in (("inliers", inliers), ("outliers", outliers)):
+            seen = look(model, part, k, frame)
+            seen = seen if classes is None else seen.restricted(classes)
+            frame.take(name, k, seen)
+            scores.append(-seen.confidence)
+        results.append({**_k(model, k), **detection(np.concatenate(scores), positive)})
     base = len(outliers) / len(positive)
     return {"inliers": len(inliers), "outliers": len(outliers), "base_rate": base, "results": results}
 
@@ -248,14 +250,13 @@ def on_hard_images(
         {"images", "of", "reference_k", "results": [{"top_k", "value", "clean", "gap"}]}.
     """
     k = eval_top_k(reference, (reference_k,))[0]
-    wrong = np.flatnonzero(~look(reference, part, k, frame).right())
+    wrong = np.flatnonzero(~look(reference, part, k, frame).right)
     if not len(wrong):
         raise RunError("the reference model gets no image wrong: there are no hard ones")
     known, results = _k(reference, k)["top_k"], []
     for k in eval_top_k(model, top_k):
         seen = look(model, part, k, frame)
         frame.take("hard", k, Seen(seen.logits[wrong], seen.labels[wrong]))
-        right = seen.right()
-        hard, every = float(right[wrong].mean()), float(right.mean())
+        hard, every = float(seen.right[wrong].mean()), seen.accuracy
         results.append({**_k(model, k), "value": hard, "clean": every, "gap": every - hard})
     return {"images": len(wrong), "of": len(part), "reference_k": known, "results": results}
