@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear
 from pointsman.routing import check_padding_mask
-from pointsman_lab.models.attention import Attention, Bias
+from pointsman_lab.models.attention import Bias
 from pointsman_lab.models.blocks import LayerContext, Norm
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.models.embedding import linear_cross_entropy
@@ -75,11 +75,7 @@ class Encoder(Stack[EncoderConfig]):
             self.embedding = EncoderEmbedding(config)
             self.position_bias = PositionBuckets(config.num_heads) if config.positions == "t5" else None
 
-            self.build_layers(
-                lambda: Attention(dim, config.num_heads, config.head_dim, dropout=config.attention_dropout),
-                causal=False,
-                pre_norm=pre_norm,
-            )
+            self.build_layers(causal=False, pre_norm=pre_norm)
             self.final_norm = Norm(dim) if pre_norm else None
             self.head = MaskedLanguageModelHead(dim, config.vocab_size) if head else None
         initialize(self, config.seed, config.init_std)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.frame.registry import BASELINES, build_router, split_specs
 from pointsman.routers.frame.router import Router
 from pointsman.routing import RouterState
+from pointsman_lab.models.attention import Attention
 from pointsman_lab.models.blocks import (
     FeedForward,
     FeedForwardLayer,
@@ -61,7 +63,7 @@ class Stack(nn.Module, Generic[Config]):
 
     def build_layers(
         self,
-        attention: Callable[[], nn.Module],
+        attention: Callable[[], nn.Module] | None = None,
         *,
         causal: bool,
         pre_norm: bool = True,
@@ -72,7 +74,7 @@ class Stack(nn.Module, Generic[Config]):
         """Builds `layers`, and `inserted`, the extra layer that `moe_layers="after:l"` asks for.
 
         Args:
-            attention: makes the attention of a layer.
+            attention: makes the attention of a layer; None: `Attention` of the settings' size.
             causal: whether routers that look at later tokens are refused, unless the settings allow them.
             pre_norm, norm: as of `FeedForwardLayer`.
             layer: the class of the layers.
@@ -82,6 +84,9 @@ class Stack(nn.Module, Generic[Config]):
             ValueError: such a router.
         """
         config, layout = self.config, self.config.layout
+        attention = attention or partial(
+            Attention, config.dim, config.num_heads, config.head_dim, dropout=config.attention_dropout
+        )
         allowed, in_training = (getattr(config, f"allow_non_causal{end}", False) for end in ("", "_training"))
         self._causal = causal and not allowed, causal and not (allowed or in_training)
         self.layers = nn.ModuleList()
@@ -96,9 +101,10 @@ class Stack(nn.Module, Generic[Config]):
                 dropout = DENSE_DROPOUT.get(self._specs[0], config.dropout)
                 inner = self._dense(config.hidden_dim, dropout, experts)
             self.layers.append(layer(config.dim, attention(), inner, **sublayers))
-        self.inserted = None
-        if layout.after is not None and self._specs[0] != "plain":
-            self.inserted = FeedForwardLayer(config.dim, self._sparse("inserted", 0, experts), **sublayers)
+        added = layout.after is not None and self._specs[0] != "plain"
+        self.inserted = (
+            FeedForwardLayer(config.dim, self._sparse("inserted", 0, experts), **sublayers) if added else None
+        )
 
     def _sparse(self, name: str, place: int, experts: dict[str, Any]) -> MoE | FeedForward | ResidualFeedForward:
         """What stands in the `place`-th sparse place: experts, or a baseline."""
@@ -107,12 +113,11 @@ class Stack(nn.Module, Generic[Config]):
         if spec in BASELINES:
             chosen = {"plain": 1, "dense-matched": config.top_k}.get(spec, config.num_experts)
             blocks = config.shared_experts + chosen
-            dropout = DENSE_DROPOUT.get(spec, config.dropout)
+            width, dropout = config.expert_width * blocks, DENSE_DROPOUT.get(spec, config.dropout)
             if spec == "dense-matched" and config.experts == "base":
-                width = config.expert_width * blocks
                 each = [self._dense(width, dropout, experts) for _ in range(BaseExperts.sublayers_each)]
                 return ResidualFeedForward(config.dim, each)
-            return self._dense(config.expert_width * blocks, dropout, experts, blocks=blocks)
+            return self._dense(width, dropout, experts, blocks=blocks)
         with seeded(config.seed, f"{name}.router"):
             router = build_router(
                 spec,

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear
-from pointsman_lab.models.attention import Attention
 from pointsman_lab.models.blocks import LayerContext, Norm
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.models.initial import initialize, seeded
@@ -99,10 +98,7 @@ class VisionTransformer(Stack[VisionTransformerConfig]):
         with seeded(config.seed, "model"):
             self.embedding = PatchEmbedding(config)
 
-            self.build_layers(
-                lambda: Attention(dim, config.num_heads, config.head_dim, dropout=config.attention_dropout),
-                causal=False,
-            )
+            self.build_layers(causal=False)
             self.final_norm = Norm(dim)
             self.head = ImageHead(dim, config.representation, config.num_classes)
         initialize(self, config.seed, config.init_std)

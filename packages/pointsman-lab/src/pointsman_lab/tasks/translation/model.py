@@ -149,14 +149,12 @@ class TargetStack(Stack[TranslationConfig]):
         super().__init__(config)
         dim = config.dim
 
-        def attention() -> Attention:
-            return Attention(dim, config.num_heads, config.head_dim, dropout=config.attention_dropout)
-
         def layer(dim: int, own: Attention, inner: Sublayer, **sublayers: Any) -> TargetLayer:
-            return TargetLayer(dim, len(self.layers), own, attention(), inner, **sublayers)
+            cross = Attention(dim, config.num_heads, config.head_dim, dropout=config.attention_dropout)
+            return TargetLayer(dim, len(self.layers), own, cross, inner, **sublayers)
 
         self.embedding = TargetEmbedding(config.max_length, dim)
-        self.build_layers(attention, causal=True, layer=layer)
+        self.build_layers(causal=True, layer=layer)
         self.final_norm = Norm(dim)
 
     def forward(
