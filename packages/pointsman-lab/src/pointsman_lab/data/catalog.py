@@ -82,7 +82,7 @@ def parse_data(text: str) -> DataSpec:
         return DataSpec(text)
     name, *options = _OPTION_START.split(text)
     if not name:
-        raise RunError(f"data {text!r} names no corpus and no path; {_choices('', CORPORA)}")
+        raise RunError(f"data {text!r} names no corpus and no path; {_choices('')}")
     values: dict[str, Any] = parse_options(f"data {text!r}", options, _OPTIONS)
     return DataSpec(name, **values)
 
@@ -116,9 +116,9 @@ def parse_languages(where: str, text: str) -> tuple[str, ...]:
     return found
 
 
-def percent(name: str) -> int:
-    """A number from 0 to 99 by a hash of the name, equal on every machine."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 100
+def hashed(text: str) -> int:
+    """64 bits of a text, equal on every machine."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 def data_folder() -> Path | None:
@@ -131,8 +131,8 @@ def unknown_data(name: str) -> RunError:
     """The error for a name that is neither a corpus nor a path."""
     if Path(name).suffix or "/" in name:
         return RunError(f"there is no file or folder {name!r} here: --data takes the path of yours")
-    return RunError(f"no corpus and no file or folder is called {name!r}: {_choices(name, CORPORA)}")
+    return RunError(f"no corpus and no file or folder is called {name!r}: {_choices(name)}")
 
 
-def _choices(name: str, known: Iterable[str]) -> str:
-    return f"{did_you_mean(name, known)}, or the path of a text file or folder"
+def _choices(name: str) -> str:
+    return f"{did_you_mean(name, CORPORA)}, or the path of a text file or folder"

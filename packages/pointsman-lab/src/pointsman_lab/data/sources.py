@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pointsman._errors import RunError
 from pointsman_lab._files import open_named, places_of
-from pointsman_lab.data.catalog import CORPORA, SPLITS, DataSpec, Level, percent, unknown_data
+from pointsman_lab.data.catalog import CORPORA, SPLITS, DataSpec, Level, hashed, unknown_data
 from pointsman_lab.data.reading import Span, align, reading
 
 _PACKED = (".gz", ".zip", ".bz2", ".xz", ".zst", ".7z", ".tar", ".tgz", ".parquet")
@@ -121,7 +121,7 @@ def _stdlib(level: Level) -> Source:
         *folders, stem = name.split("/")
         skipped = any(folder in _STDLIB_SKIPPED_FOLDERS or folder.startswith("config-") for folder in folders)
         if not skipped and not stem.startswith(_STDLIB_SKIPPED_PREFIXES):
-            draw = percent(name)
+            draw = hashed(name) % 100
             split = "test" if draw < 5 else "valid" if draw < 10 else "train"
             parts[split].append(_whole_span(path, may_be_empty=True))
     count = sum(len(spans) for spans in parts.values())

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._files import places_of
-from pointsman_lab.data.catalog import parse_options, percent
+from pointsman_lab.data.catalog import hashed, parse_options
 from pointsman_lab.data.sources import PART_STEMS
 from pointsman_lab.tasks.classification.files import Columns, LabelledText, format_of, read_labelled
 
@@ -174,7 +174,7 @@ def _from_folder(folder: Path, columns: Columns) -> LabelledTexts:
 def _divided(rows: Sequence[LabelledText], path: Path) -> dict[str, list[LabelledText]]:
     parts: dict[str, list[LabelledText]] = {"train": [], "valid": [], "test": []}
     for row in rows:
-        draw = percent(row.text)
+        draw = hashed(row.text) % 100
         parts["test" if draw < 10 else "valid" if draw < 20 else "train"].append(row)
     for split, found in parts.items():
         if not found:

@@ -14,13 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman_lab.data.catalog import parse_languages, parse_options
+from pointsman_lab.data.catalog import hashed, parse_languages, parse_options
 from pointsman_lab.tasks.crosslingual.formats import Pair, Question, Tagged
 from pointsman_lab.tasks.crosslingual.scores import Prediction, entities, same_words
-from pointsman_lab.tasks.crosslingual.xtreme import ENGLISH, XTREME, Item, components, hashed, load_task, task_folder
+from pointsman_lab.tasks.crosslingual.xtreme import ENGLISH, XTREME, Item, components, load_task, task_folder
 
 VALIDATION = 20  # one English training row in so many, by a hash of its text, is held out
 
@@ -99,15 +99,14 @@ def load_xtreme(spec: str, data_dir: Path | None) -> XtremeData:
     )  # fmt: skip
 
 
-def groups_of(items: Sequence[Item]) -> list[str]:
+def groups_of(items: Sequence[Any]) -> list[str]:
     """For each item a name of what it must not be separated from, and is resampled with.
 
     Pairs that share a sentence, questions on one passage, tagged sentences of the same words.
     """
-    pairs = [(item.first, item.second) for item in items if isinstance(item, Pair)]
-    if pairs:
-        return components(pairs)
-    return [item.context if isinstance(item, Question) else " ".join(item.words) for item in items]  # type: ignore[union-attr]
+    if items and isinstance(items[0], Pair):
+        return components([(item.first, item.second) for item in items])
+    return [item.context if isinstance(item, Question) else " ".join(item.words) for item in items]
 
 
 def original(item: Item) -> int | str | None:
@@ -135,7 +134,7 @@ Key = TypeVar("Key")
 _SENTENCE = re.compile(r"[^.!?。！？।؟]+[.!?。！？।؟]*")
 
 
-def floors(name: str, train: Sequence[Item], items: Sequence[Item]) -> Mapping[str, Sequence[Prediction]]:
+def floors(name: str, train: Sequence[Any], items: Sequence[Any]) -> Mapping[str, Sequence[Prediction]]:
     """Name of a floor -> its prediction for each item.
 
     - pairs: the commonest class of training, and naive Bayes on the words of the second sentence alone.
@@ -143,24 +142,17 @@ def floors(name: str, train: Sequence[Item], items: Sequence[Item]) -> Mapping[s
     - panx: the longest entities of training that occur in the sentence (a gazetteer).
     - questions: the sentence of the passage that shares most words with the question.
     """
-    first = items[0]
-    if isinstance(first, Pair):
-        pairs = [item for item in train if isinstance(item, Pair)]
-        common = Counter(pair.label for pair in pairs).most_common(1)[0][0]
-        bayes = _Bayes(pairs)
-        return {
-            "majority": [common] * len(items),
-            "second sentence alone": [bayes(item.second) for item in items if isinstance(item, Pair)],
-        }
-    if isinstance(first, Tagged):
-        rows = [item for item in train if isinstance(item, Tagged)]
-        sentences = [item for item in items if isinstance(item, Tagged)]
-        if name.startswith("panx"):
-            known = _commonest((row.words[one.start : one.end], one.kind) for row in rows for one in entities(row.tags))
-            return {"gazetteer": [_looked_up(item.words, known) for item in sentences]}
-        tags = _commonest(pair for row in rows for pair in zip(row.words, row.tags, strict=True))
-        return {"commonest tag": [[tags.get(word, "NOUN") for word in item.words] for item in sentences]}
-    return {"nearest sentence": [_nearest(item) for item in items if isinstance(item, Question)]}
+    if isinstance(items[0], Pair):
+        common = Counter(pair.label for pair in train).most_common(1)[0][0]
+        bayes = _Bayes(train)
+        return {"majority": [common] * len(items), "second sentence alone": [bayes(item.second) for item in items]}
+    if isinstance(items[0], Question):
+        return {"nearest sentence": [_nearest(item) for item in items]}
+    if name.startswith("panx"):
+        known = _commonest((row.words[one.start : one.end], one.kind) for row in train for one in entities(row.tags))
+        return {"gazetteer": [_looked_up(item.words, known) for item in items]}
+    tags = _commonest(pair for row in train for pair in zip(row.words, row.tags, strict=True))
+    return {"commonest tag": [[tags.get(word, "NOUN") for word in item.words] for item in items]}
 
 
 class _Bayes:

@@ -20,7 +20,6 @@ from pointsman_lab.data.streams import IGNORE
 from pointsman_lab.data.task_streams import Encoded, drawn_within
 from pointsman_lab.tasks.crosslingual.formats import Pair, Question, Tagged
 from pointsman_lab.tasks.crosslingual.scores import Prediction, Score, mean_error
-from pointsman_lab.tasks.crosslingual.xtreme import Item
 
 LONGEST_QUESTION, OVERLAP = 64, 128  # pieces, at length 384; XTREME's windows start every 128
 BEST, LONGEST_ANSWER = 20, 30
@@ -50,16 +49,13 @@ class Features:
         return drawn_within(np.bincount(self.items, [len(row) for row in self.encoded.rows]), tokens)
 
 
-def features(items: Sequence[Item], pieces: Pieces, length: int, classes: Mapping[str, int]) -> Features:
+def features(items: Sequence[Any], pieces: Pieces, length: int, classes: Mapping[str, int]) -> Features:
     """Items of one kind as rows of at most `length` pieces."""
     if length < 16:
         raise RunError(f"length {length}: at least 16 pieces are needed")
-    first = items[0]
-    if isinstance(first, Pair):
-        return _pairs([item for item in items if isinstance(item, Pair)], pieces, length, classes)
-    if isinstance(first, Tagged):
-        return _tags([item for item in items if isinstance(item, Tagged)], pieces, length, classes)
-    return _questions([item for item in items if isinstance(item, Question)], pieces, length)
+    if isinstance(items[0], Pair):
+        return _pairs(items, pieces, length, classes)
+    return _tags(items, pieces, length, classes) if isinstance(items[0], Tagged) else _questions(items, pieces, length)
 
 
 def _unknown(rows: Sequence[Ids]) -> int:
@@ -83,9 +79,7 @@ def _pairs(items: Sequence[Pair], pieces: Pieces, length: int, classes: Mapping[
 
 def _tags(items: Sequence[Tagged], pieces: Pieces, length: int, classes: Mapping[str, int]) -> Features:
     """A word's first piece has its tag; a sentence that is too long goes on in a next row, at a word's border."""
-    rows: list[Ids] = []
-    tags: list[Ids] = []
-    words: list[Ids] = []
+    rows, tags, words = list[Ids](), list[Ids](), list[Ids]()
     owners: list[int] = []
     cut = 0
     for owner, item in enumerate(items):
@@ -112,9 +106,8 @@ def _tags(items: Sequence[Tagged], pieces: Pieces, length: int, classes: Mapping
 
 def _questions(items: Sequence[Question], pieces: Pieces, length: int) -> Features:
     """`<s> question </s> </s> window </s>`, windows of a passage overlap; at smaller lengths all in proportion."""
-    rows: list[Ids] = []
+    rows, offsets = list[Ids](), list[Ids]()
     spans: list[tuple[int, int]] = []
-    offsets: list[Ids] = []
     owners: list[int] = []
     cut = 0
     contexts: dict[str, tuple[Ids, Ids]] = {}
@@ -167,9 +160,9 @@ def answer(item: Question, windows: Sequence[tuple[NDArray[np.float64], Ids]]) -
 
 @dataclass(frozen=True)
 class TestPart:
-    """The test part of one language."""
+    """What is scored of one language: its items, their rows and groups, and its best floor with its name."""
 
-    items: Sequence[Item]
+    items: Sequence[Any]
     rows: Features
     groups: Sequence[str]
     floor: tuple[str, float] | None = None
@@ -194,9 +187,8 @@ def predicted(kind: str, classes: Sequence[str], part: TestPart, outputs: Sequen
     found, count = part.rows, len(part.rows.items)
     rows = np.split(np.arange(count), np.flatnonzero(np.diff(found.items)) + 1)  # of each item: they lie in order
     if kind == "questions":
-        questions = [item for item in part.items if isinstance(item, Question)]
-        return [answer(item, [(outputs[row], found.offsets[row]) for row in rows[place]])
-                for place, item in enumerate(questions)]  # fmt: skip
+        pairs = zip(part.items, rows, strict=True)
+        return [answer(item, [(outputs[row], found.offsets[row]) for row in own]) for item, own in pairs]
     return [[classes[int(tag)] for row in own for tag in outputs[row][found.words[row]]] for own in rows]
 
 

@@ -81,15 +81,14 @@ def read_pairs(file: Path, labels: Sequence[str] | None, language: str = "en") -
             if {0, 1, 2} <= places.keys():
                 continue
             places = {}
-        if places and len(row) > max(places.values()):
+        own = language
+        if places:
+            if len(row) <= (last := max(places.values())):
+                raise RunError(f"{file}: line {number} has {len(row)} columns; more than {last} expected")
             own = row[places[3]] if 3 in places else language
             row = [row[places[0]], row[places[1]], _LABELS.get(row[places[2]], row[places[2]])]
             if row[2] == "-":
                 continue
-        elif places:
-            raise RunError(f"{file}: line {number} has {len(row)} columns; more than {max(places.values())} expected")
-        else:
-            own = language
         if labels is None and len(row) == 2:
             row = [*row, ""]
         if len(row) == 2:

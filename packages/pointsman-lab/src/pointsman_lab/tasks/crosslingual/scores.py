@@ -26,13 +26,12 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pointsman_lab.tasks.crosslingual.formats import Question, Tagged
-from pointsman_lab.tasks.crosslingual.xtreme import Item
 
 RESAMPLES = 200
 _AT_MOST = np.cumsum([math.exp(-1) / math.factorial(times) for times in range(8)])
@@ -182,7 +181,7 @@ def metric_of(kind: str, name: str) -> str:
 
 
 def score(
-    name: str, language: str, items: Sequence[Item], predictions: Sequence[Prediction], groups: Sequence[str]
+    name: str, language: str, items: Sequence[Any], predictions: Sequence[Prediction], groups: Sequence[str]
 ) -> Score:
     """The figures of one language.
 
@@ -193,27 +192,22 @@ def score(
     - panx: micro F1 of entities; `accuracy` over words.
     - questions: F1 and `exact`, as XTREME has it: of mlqa by MLQA's rules of the language, of others by SQuAD's.
     """
-    first = items[0]
+    pairs: list[tuple[Any, Any]] = list(zip(items, predictions, strict=True))
     others: dict[str, float] = {}
-    if isinstance(first, Question):
+    if isinstance(items[0], Question):
         rules = language if name.startswith("mlqa") else None
-        found = [
-            score_answers({item.id: given}, {item.id: [right for right, _ in item.answers]}, rules)  # type: ignore[union-attr,dict-item]
-            for item, given in zip(items, predictions, strict=True)
-        ]
+        found = [score_answers({"": given}, {"": [right for right, _ in item.answers]}, rules) for item, given in pairs]
         counts = np.array([(one.f1, 1.0) for one in found])
         others = {"exact": float(np.mean([one.exact for one in found]))}
-    elif isinstance(first, Tagged):
-        truth = [item.tags for item in items]  # type: ignore[union-attr]
-        words = np.array([_words(one, given) for one, given in zip(truth, predictions, strict=True)])
+    elif isinstance(items[0], Tagged):
+        counts = words = np.array([_words(item.tags, given) for item, given in pairs])
         if name.startswith("panx"):
-            counts = np.array([entity_counts(one, given) for one, given in zip(truth, predictions, strict=True)])
+            counts = np.array([entity_counts(item.tags, given) for item, given in pairs])
             others = {"accuracy": ratio(words)}
         else:
-            counts = words
-            others = {"f1_xtreme": f1_xtreme(truth, predictions)}
+            others = {"f1_xtreme": f1_xtreme([item.tags for item in items], predictions)}
     else:
-        counts = np.array([(item.label == given, 1.0) for item, given in zip(items, predictions, strict=True)])  # type: ignore[union-attr]
+        counts = np.array([(item.label == given, 1.0) for item, given in pairs])
     return Score(ratio(counts), resampled(counts, groups), others)
 
 

@@ -240,12 +240,12 @@ class _TagStream(TaskStream):
         return tokens, tags[:, : tokens.shape[1]]
 
 
-def submission(items: Sequence[Item], predictions: Sequence[Prediction]) -> str:
+def submission(items: Sequence[Any], predictions: Sequence[Prediction]) -> str:
     """Predictions as XTREME's scorer reads them: a class a line, a tag a line with an empty line after a sentence, or
     JSON of id -> answer."""
     if isinstance(items[0], Question):
         pairs = zip(items, predictions, strict=True)
-        return json.dumps({item.id: given for item, given in pairs}, ensure_ascii=False) + "\n"  # type: ignore[union-attr]
+        return json.dumps({item.id: given for item, given in pairs}, ensure_ascii=False) + "\n"
     if isinstance(items[0], Tagged):
         return "".join("\n".join(given) + "\n\n" for given in predictions)
     return "".join(f"{given}\n" for given in predictions)

@@ -18,6 +18,7 @@ from typing import Any
 
 from pointsman._errors import RunError
 from pointsman_lab._files import open_named
+from pointsman_lab.data.catalog import hashed
 from pointsman_lab.data.reading import files_below
 from pointsman_lab.tasks.crosslingual.formats import Pair, Question, Tagged, read_pairs, read_questions, read_tagged
 
@@ -116,11 +117,6 @@ class Part:
                 sums.update(hashlib.sha256(opened.read()).digest())
         sizes = ", ".join(f"{language} {len(rows):,}" for language, rows in self.rows.items())
         return f"{named if len(names) > 1 else names[0]} ({sizes}; sha256 {sums.hexdigest()[:12]})"
-
-
-def hashed(text: str) -> int:
-    """64 bits of a text, the same on every machine."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 def _by_premise(rows: Sequence[Any]) -> list[bool]:
