@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman_lab._grid import NONE, Grid
+from pointsman_lab._grid import Grid, formatted
 from pointsman_lab._shapes import check_shape
 from pointsman_lab._values import mean_of
 from pointsman_lab.report.forms import Forms, protocol_line, unlike
@@ -90,7 +90,7 @@ class AttackTable(Forms):
 
     @classmethod
     def of(cls, comparison: Comparison, name: str, runs: Sequence[tuple[RunRecord, Mapping[str, Any]]]) -> AttackTable:
-        """The tables of runs and their records, as `robustness` made them."""
+        """The tables of runs and their records, as `run_under_attack` made them."""
         rows = [row for _, record in runs for row in record["results"]]
         split = next((str(row["split"]) for row in rows if "split" in row), "test")
         seeds = sorted({run.seed for run, _ in runs})
@@ -116,11 +116,6 @@ class AttackTable(Forms):
         return cls(name, conditions, routing, protocol)
 
     @property
-    def rates(self) -> list[float]:
-        """The attack rates, ascending."""
-        return sorted({one.rate for one in self.conditions[1:]})
-
-    @property
     def head(self) -> str:
         return self.protocol
 
@@ -141,12 +136,10 @@ class AttackTable(Forms):
 
     def further(self) -> list[Grid]:
         """The change of the routing, if there is any."""
-        rows = [
-            [router, *(f"{of[rate]:.3f}" if rate in of else NONE for rate in self.rates)]
-            for router, of in self.routing.items()
-            if of
-        ]
-        header = ["router", *(f"{100 * rate:.3g} %" for rate in self.rates)]
+        rates = sorted({one.rate for one in self.conditions[1:]})
+        moved = {router: of for router, of in self.routing.items() if of}
+        rows = [[router, *(formatted(of.get(rate)) for rate in rates)] for router, of in moved.items()]
+        header = ["router", *(f"{100 * rate:.3g} %" for rate in rates)]
         return [Grid(header, rows, caption=ROUTING)] if rows else []
 
 

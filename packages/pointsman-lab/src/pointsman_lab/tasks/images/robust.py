@@ -95,7 +95,7 @@ class Asked:
 def robustness(
     run: Run, asked: Asked, *, how: EvaluationContext = PLAIN, keep: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """The record of one run: what `robustness.images` and `image_attacks` give, with "kind", "checkpoint" and so on."""
+    """The record of one run: what `shifts` and `attacks` give, with "kind", "checkpoint" and so on."""
     config = run.config
     if config.model.reads_tokens:
         raise RunError(f"{run.path} learned text: --robust is for runs on images, --attack for text")
