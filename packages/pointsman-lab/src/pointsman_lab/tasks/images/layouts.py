@@ -184,61 +184,56 @@ def _array(file: Path) -> NDArray[Any]:
 
 def _folders(folder: Path) -> Layout:
     every = files_below(folder)
-    found = [file for file in every if file.suffix.lower() in SUFFIXES]
-    paths = [file.relative_to(folder).parts for file in found]
 
-    def load(index: int) -> Pixels:
-        with reading(found[index]):
-            return image_pixels(read_ordinary(found[index]), str(found[index]))
+    def read(index: int) -> bytes:
+        with reading(every[index]):
+            return read_ordinary(every[index])
 
-    others = [file.suffix for file in every]
-    return _of_paths(folder, paths, [str(file) for file in found], load, found, "folders of classes", others)
+    paths = [file.relative_to(folder) for file in every]
+    files = [file for file in every if file.suffix.lower() in SUFFIXES]
+    return _of_paths(folder, paths, list(map(str, every)), read, files, "folders of classes")
 
 
 def _tar(archive: Path) -> Layout:
     with reading(archive):
         try:
             with open_named(archive) as whole, tarfile.open(fileobj=whole, mode="r:") as opened:
-                every = [one for one in opened.getmembers() if one.isfile()]
-                images = (one for one in every if one.name.lower().endswith(SUFFIXES))
-                members = sorted(images, key=lambda member: member.name)
+                members = sorted(filter(tarfile.TarInfo.isfile, opened.getmembers()), key=lambda member: member.name)
                 end = opened.offset
         except tarfile.TarError as error:
             raise RunError(f"{archive} is damaged, or packed: {error}") from None
         with open_named(archive) as file:
             file.seek(end)
             if file.read(BLOCK) != bytes(BLOCK):  # which `tarfile` takes as whole if the cut is between two files
-                raise RunError(f"{archive} is damaged: it is cut off after {len(members):,} images")
-    names = [f"{archive}: {member.name}" for member in members]
+                images = sum(member.name.lower().endswith(SUFFIXES) for member in members)
+                raise RunError(f"{archive} is damaged: it is cut off after {images:,} images")
 
-    def load(index: int) -> Pixels:
+    def read(index: int) -> bytes:
         with reading(archive), open_named(archive) as file:
             file.seek(members[index].offset_data)
-            return image_pixels(file.read(members[index].size), names[index])
+            return file.read(members[index].size)
 
-    paths, others = [Path(member.name).parts for member in members], [Path(member.name).suffix for member in every]
-    return _of_paths(archive, paths, names, load, [archive], "tar of classes", others)
+    paths = [Path(member.name) for member in members]
+    names = [f"{archive}: {member.name}" for member in members]
+    return _of_paths(archive, paths, names, read, [archive], "tar of classes")
 
 
 def _of_paths(
-    root: Path,
-    paths: Sequence[tuple[str, ...]],
-    names: Sequence[str],
-    load: Callable[[int], Pixels],
-    files: Sequence[Path],
+    root: Path, paths: Sequence[Path], names: Sequence[str], read: Callable[[int], bytes], files: Sequence[Path],
     kind: str,
-    suffixes: Sequence[str],
-) -> Layout:
-    """A layout from the paths [PART/]CLASS/FILE; folders above the part are passed over.
+) -> Layout:  # fmt: skip
+    """A layout from the paths [PART/]CLASS/FILE of all files; folders above the part are passed over.
 
     Args:
-        suffixes: of all files, to say which pictures are not read.
+        read: the place of a file among `paths` -> its content.
     """
     chosen: dict[str, list[int]] = {}
-    for index, path in enumerate(paths):
-        if len(path) >= 3 and path[-3].lower() in PARTS:
-            chosen.setdefault(PARTS[path[-3].lower()], []).append(index)
-        elif len(path) == 2:
+    images = [index for index, path in enumerate(paths) if path.suffix.lower() in SUFFIXES]
+    for index in images:
+        *_, part, group, _ = ("", "", *paths[index].parts)
+        if part.lower() in PARTS:
+            chosen.setdefault(PARTS[part.lower()], []).append(index)
+        elif group and not part:
             chosen.setdefault("", []).append(index)
     if len(chosen) > 1:
         chosen.pop("", None)
@@ -248,15 +243,15 @@ def _of_paths(
             "CIFAR's binary files or .npy"
         )
     used = [index for indices in chosen.values() for index in indices]
-    known = sorted({paths[index][-2] for index in used})
+    known = sorted({paths[index].parent.name for index in used})
     number = {name: label for label, name in enumerate(known)}
     labels = np.zeros(len(paths), dtype=np.int64)
-    labels[used] = [number[paths[index][-2]] for index in used]
-    every = ImagePart(names, labels, load)
+    labels[used] = [number[paths[index].parent.name] for index in used]
+    every = ImagePart(names, labels, lambda index: image_pixels(read(index), names[index]))
     split = {part or "test": every.take(of) for part, of in chosen.items()}
-    strays = len(paths) - len(used)
+    strays = len(images) - len(used)
     notes = [f"{strays:,} images at other depths are left out"] if strays else []
-    for suffix, count in sorted(Counter(map(str.lower, suffixes)).items()):
+    for suffix, count in sorted(Counter(path.suffix.lower() for path in paths).items()):
         if suffix in NOT_READ:
             notes.append(f"{count:,} pictures that end in {suffix} are left out")
     return Layout(tuple(known), split, files, kind, tuple(notes))
