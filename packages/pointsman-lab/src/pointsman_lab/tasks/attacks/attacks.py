@@ -35,7 +35,6 @@ from pointsman_lab.data.vocabulary import IdArray, Vocabulary
 from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, draws, eval_top_k, map_routing
 from pointsman_lab.finetuning.run import identity
 from pointsman_lab.models.transformer_xl import TransformerXL
-from pointsman_lab.progress import Progress, Quiet, Stop
 from pointsman_lab.runs.compact import write_record
 from pointsman_lab.runs.comparison import Comparison, read_comparison, read_plan
 from pointsman_lab.runs.paths import slug
@@ -114,6 +113,7 @@ def run_attacks(values: argparse.Namespace, device: str) -> int:
     attacks = [Attack(rate, values.attack_seed) for rate in values.attack_rate]
     single, name = read_plan(values.run) is None, ""
     with Display() as display, stop_on_signals() as stop:
+        how = EvaluationContext(progress=display, stop=stop)
         for run in runs_at(values.run, device, display.note):
             name, about, asked = _asked(run, values)
             file = (values.out if single and values.out else run.path) / f"{name}.json"
@@ -121,7 +121,7 @@ def run_attacks(values: argparse.Namespace, device: str) -> int:
             if not record and file.exists():
                 display.note(f"{file} is made anew: its weights, text or settings were others")
             if left := [attack for attack in attacks if attack.to_dict() not in _attacks(record)]:
-                new = run_under_attack(run, left, watch=display, stop=stop, data_progress=display.data, **asked)
+                new = run_under_attack(run, left, how=how, data_progress=display.data, **asked)
                 record = _with(_held(file, about), new, about, left)  # what others have added meanwhile stays
                 write_whole(file, json.dumps(record, indent=2) + "\n")
     if single:
@@ -249,8 +249,7 @@ def run_under_attack(
     split: str = "test",
     top_k: Sequence[int] | None = None,
     tokens: int | None = None,
-    watch: Progress | None = None,
-    stop: Stop | None = None,
+    how: EvaluationContext = PLAIN,
     data_progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Evaluates a language model on clean texts and under each attack; attacked tokens count as targets.
@@ -262,7 +261,7 @@ def run_under_attack(
     corpus = corpus_of(run, data, data_progress)
     text, protocol = corpus.split(split), eval_protocol(run.config, tokens)
     asked: dict[str, Any] = {"split": split, "top_k": top_k or run.config.eval_top_k, "protocol": protocol}
-    asked["how"] = EvaluationContext(run.autocast(), watch or Quiet(), stop)
+    asked["how"] = replace(how, precision=run.autocast())
     level, routing = run.vocabulary.level, []
     with using(run.config.kernels):
         results = evaluate(run.model, text, level, **asked)
