@@ -110,34 +110,26 @@ def evaluate(
         stream = EvalStream(tokens, protocol.batch_size, protocol.segment_length, device, protocol.tokens)
     ranks = how.ranks if divides_rows(model) else ALONE
 
+    whole = stream.rows % ranks.count == 0  # otherwise some ranks have rows of padding
+
     def one_pass(one: Pass) -> dict[str, Any]:
-        total, count = _sums(stream, protocol, one)
-        mean = total / count if count else math.nan
+        total = torch.zeros((), dtype=torch.float64, device=device)  # nothing waits for it before the last segment
+        read = torch.zeros((), dtype=torch.int64, device=device)
+        memory: Memory | None = None
+        for index, (inputs, targets) in enumerate(one.read(stream)):
+            inputs, targets = (_own_rows(tensor, fill, ranks) for tensor, fill in ((inputs, 0), (targets, IGNORE)))
+            real = targets >= 0
+            with one.forward(None if whole and stream.is_whole(index) else real.reshape(-1)):
+                output: Any = model(inputs, targets, memory, memory_length=protocol.memory_length, reduction="none")
+            memory = output.memory
+            total += output.loss.double().sum()
+            read += real.sum()
+        nats, count = (float(each) for each in ranks.total(total.cpu(), read.cpu()))
+        mean = nats / count if count else math.nan
         metric, value = quality(level, mean)
-        return {"nats": mean if count else None, "metric": metric, "value": value, "tokens": count}
+        return {"nats": mean if count else None, "metric": metric, "value": value, "tokens": int(count)}
 
     return evaluated(model, top_k, one_pass, split=split, batches=len(stream), how=how, seed=protocol.seed, ranks=ranks)
-
-
-def _sums(stream: EvalStream, protocol: EvalProtocol, one: Pass) -> tuple[float, int]:
-    """The nats of all targets together, and how many they are."""
-    model, ranks = one.model, one.ranks
-    device = next(model.parameters()).device  # nothing waits for it before the last segment
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    count = torch.zeros((), dtype=torch.int64, device=device)
-    whole = stream.rows % ranks.count == 0  # otherwise some ranks have rows of padding
-    memory: Memory | None = None
-    for index, (inputs, targets) in enumerate(one.read(stream)):
-        inputs, targets = (_own_rows(tensor, fill, ranks) for tensor, fill in ((inputs, 0), (targets, IGNORE)))
-        real = targets >= 0
-        mask = None if whole and stream.is_whole(index) else real.reshape(-1)
-        with one.how.precision, one.watch(mask):
-            output = model(inputs, targets, memory, memory_length=protocol.memory_length, reduction="none")
-        memory = output.memory
-        total += output.loss.double().sum()
-        count += real.sum()
-    total, count = ranks.total(total.cpu(), count.cpu())
-    return float(total), int(count)
 
 
 def _own_rows(tensor: Tensor, fill: int, ranks: Ranks) -> Tensor:
