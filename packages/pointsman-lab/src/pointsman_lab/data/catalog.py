@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from pointsman._errors import RunError, did_you_mean
@@ -49,17 +48,15 @@ def _in_one_file(name: str, md5: str) -> KnownCorpus:
     return KnownCorpus(files=(name, f"{name}.gz", f"{name}.zip"), sizes=sizes, md5=md5)
 
 
-_WIKI_PARTS = MappingProxyType({split: f"wiki.{split}.tokens" for split in SPLITS})
+_WIKI_PARTS = {split: f"wiki.{split}.tokens" for split in SPLITS}
 
-CORPORA: Mapping[str, KnownCorpus] = MappingProxyType(
-    {
-        "stdlib": KnownCorpus(),
-        "enwik8": _in_one_file("enwik8", "a1fa5ffddb56f4953e226637dabbb36a"),
-        "text8": _in_one_file("text8", "3bea1919949baf155f99411df5fada7e"),
-        "wikitext-2": KnownCorpus(level="word", parts=_WIKI_PARTS),
-        "wikitext-103": KnownCorpus(level="word", parts=_WIKI_PARTS),
-    }
-)
+CORPORA: Mapping[str, KnownCorpus] = {
+    "stdlib": KnownCorpus(),
+    "enwik8": _in_one_file("enwik8", "a1fa5ffddb56f4953e226637dabbb36a"),
+    "text8": _in_one_file("text8", "3bea1919949baf155f99411df5fada7e"),
+    "wikitext-2": KnownCorpus(level="word", parts=_WIKI_PARTS),
+    "wikitext-103": KnownCorpus(level="word", parts=_WIKI_PARTS),
+}
 
 
 @dataclass(frozen=True)

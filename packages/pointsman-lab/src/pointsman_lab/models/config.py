@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from pointsman import routers as routers  # registers the named routers
@@ -108,7 +107,7 @@ class ModelConfig:
     causal: ClassVar[bool] = True
     reads_tokens: ClassVar[bool] = True
     stacks: ClassVar[int] = 1
-    of_the_data: ClassVar[Mapping[str, str]] = MappingProxyType({"vocab_size": "it is the vocabulary of the data"})
+    of_the_data: ClassVar[Mapping[str, str]] = {"vocab_size": "it is the vocabulary of the data"}
     """Settings that follow from the data -> why."""
 
     num_layers: int = 4

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._files import places_of
@@ -37,26 +36,22 @@ class KnownTask:
     classes: tuple[str, ...] = ()
 
 
-TASKS: Mapping[str, KnownTask] = MappingProxyType(
-    {
-        "sst2": KnownTask(
-            "sst2",
-            {split: f"sentence/{'dev' if split == 'valid' else split}.tsv" for split in ("train", "valid", "test")},
-            Columns(header=False),
-            ("0", "1"),
-        ),
-        "sst2-glue": KnownTask(
-            "sst2", {"train": "train.tsv", "dev": "dev.tsv"}, Columns("sentence", "label"), ("0", "1")
-        ),
-        "sst5": KnownTask(
-            "sst5",
-            {split: f"sst_{'dev' if split == 'valid' else split}.txt" for split in ("train", "valid", "test")},
-            classes=("1", "2", "3", "4", "5"),
-        ),
-        "imdb": KnownTask("imdb", {"train": "train.jsonl.gz", "test": "test.jsonl.gz"}, classes=("0", "1")),
-        "banking77": KnownTask("banking77", {"train": "train.csv", "test": "test.csv"}, Columns("text", "category")),
-    }
-)
+TASKS: Mapping[str, KnownTask] = {
+    "sst2": KnownTask(
+        "sst2",
+        {split: f"sentence/{'dev' if split == 'valid' else split}.tsv" for split in ("train", "valid", "test")},
+        Columns(header=False),
+        ("0", "1"),
+    ),
+    "sst2-glue": KnownTask("sst2", {"train": "train.tsv", "dev": "dev.tsv"}, Columns("sentence", "label"), ("0", "1")),
+    "sst5": KnownTask(
+        "sst5",
+        {split: f"sst_{'dev' if split == 'valid' else split}.txt" for split in ("train", "valid", "test")},
+        classes=("1", "2", "3", "4", "5"),
+    ),
+    "imdb": KnownTask("imdb", {"train": "train.jsonl.gz", "test": "test.jsonl.gz"}, classes=("0", "1")),
+    "banking77": KnownTask("banking77", {"train": "train.csv", "test": "test.csv"}, Columns("text", "category")),
+}
 
 
 @dataclass(frozen=True)
@@ -203,7 +198,7 @@ def _task(name: str, parts: Mapping[str, Sequence[LabelledText]], declared: Sequ
     content = json.dumps([classes, {split: [part.texts, part.labels] for split, part in splits.items()}])
     fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
     description = f"{name}: {note}; {len(classes)} classes; examples: {sizes}"
-    return LabelledTexts(name, classes, MappingProxyType(splits), description, fingerprint)
+    return LabelledTexts(name, classes, splits, description, fingerprint)
 
 
 def _label_order(label: str) -> tuple[bool, int, str]:

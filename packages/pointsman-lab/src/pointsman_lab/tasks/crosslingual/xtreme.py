@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from pointsman._errors import RunError
@@ -32,16 +31,14 @@ PANX_TAGS = ("O", "B-PER", "I-PER", "B-ORG", "I-ORG", "B-LOC", "I-LOC")
 UPOS = ("ADJ", "ADP", "ADV", "AUX", "CCONJ", "DET", "INTJ", "NOUN", "NUM", "PART", "PRON", "PROPN", "PUNCT", "SCONJ",
         "SYM", "VERB", "X")  # fmt: skip
 ENGLISH = "en"
-CODES = MappingProxyType(
-    {
-        "afrikans": "af", "arabic": "ar", "basque": "eu", "bengali": "bn", "bulgarian": "bg", "chinese": "zh",
-        "dutch": "nl", "english": "en", "estonian": "et", "finnish": "fi", "french": "fr", "german": "de",
-        "greek": "el", "hebrew": "he", "hindi": "hi", "hungarian": "hu", "indonesian": "id", "italian": "it",
-        "japanese": "ja", "kazakh": "kk", "korean": "ko", "marathi": "mr", "persian": "fa", "portuguese": "pt",
-        "russian": "ru", "spanish": "es", "swahili": "sw", "tagalog": "tl", "tamil": "ta", "telugu": "te",
-        "thai": "th", "turkish": "tr", "urdu": "ur", "vietnamese": "vi", "yoruba": "yo",
-    }
-)  # fmt: skip
+CODES: Mapping[str, str] = {
+    "afrikans": "af", "arabic": "ar", "basque": "eu", "bengali": "bn", "bulgarian": "bg", "chinese": "zh",
+    "dutch": "nl", "english": "en", "estonian": "et", "finnish": "fi", "french": "fr", "german": "de",
+    "greek": "el", "hebrew": "he", "hindi": "hi", "hungarian": "hu", "indonesian": "id", "italian": "it",
+    "japanese": "ja", "kazakh": "kk", "korean": "ko", "marathi": "mr", "persian": "fa", "portuguese": "pt",
+    "russian": "ru", "spanish": "es", "swahili": "sw", "tagalog": "tl", "tamil": "ta", "telugu": "te",
+    "thai": "th", "turkish": "tr", "urdu": "ur", "vietnamese": "vi", "yoruba": "yo",
+}  # fmt: skip
 """Names of languages in lower case, in files of TyDiQA."""
 
 
@@ -171,42 +168,40 @@ _TYDIQA_TRAIN = Source("tydiqa", ("tydiqa.goldp.LANG.train.json", "tydiqa-goldp-
 _SQUAD = Source("squad", ("train-v1.1.json",))
 _XQUAD = Source("xquad", ("xquad.LANG.json",))
 
-XTREME: Mapping[str, XtremeTask] = MappingProxyType(
-    {
-        "xnli": XtremeTask(
-            "pairs", XNLI_LABELS,
-            Source("xnli", ("multinli.train.en.tsv", "multinli_1.0_train.txt", "train-en.tsv")), _XNLI_TEST,
-        ),
-        "xnli-dev": XtremeTask(
-            "pairs", XNLI_LABELS, _XNLI_DEV, _XNLI_DEV, "development sets split by the English premise",
-        ),
-        "pawsx": XtremeTask("pairs", PAWSX_LABELS, Source("pawsx", ("en/train.tsv", "train-en.tsv")), _PAWSX_TEST),
-        "pawsx-dev": XtremeTask(
-            "pairs", PAWSX_LABELS, _PAWSX_SPLIT, _PAWSX_SPLIT,
-            "development sets split by connected components of shared sentences",
-        ),
-        "pawsx-test": XtremeTask("pairs", PAWSX_LABELS, Source("pawsx", ("en/dev_2k.tsv", "dev-en.tsv")), _PAWSX_TEST),
-        "udpos": XtremeTask(
-            "tags", UPOS, Source("ud", ("LANG_*-ud-train.conllu", "train-LANG.tsv")),
-            Source("ud", ("LANG_*-ud-test.conllu", "test-LANG.tsv")),
-        ),
-        "panx": XtremeTask("tags", PANX_TAGS, _PANX_TRAIN, Source("panx", ("LANG-test", "LANG/test", "test-LANG.tsv"))),
-        "panx-dev": XtremeTask(
-            "tags", PANX_TAGS, _PANX_TRAIN,
-            Source("panx", ("LANG-dev", "LANG/dev", "dev-LANG.tsv")), "development sets reported",
-        ),
-        "tydiqa": XtremeTask(
-            "questions", (), _TYDIQA_TRAIN,
-            Source("tydiqa", ("tydiqa-goldp-dev-LANG.json", "tydiqa.goldp.LANG.dev.json")),
-        ),
-        "xquad": XtremeTask("questions", (), _SQUAD, _XQUAD),
-        "xquad-tydiqa": XtremeTask("questions", (), _TYDIQA_TRAIN, _XQUAD),
-        "mlqa": XtremeTask("questions", (), _SQUAD, Source("mlqa", ("test-context-LANG-question-LANG.json",))),
-        "mlqa-dev": XtremeTask(
-            "questions", (), _TYDIQA_TRAIN, Source("mlqa", ("dev-context-LANG-question-LANG.json",)),
-        ),
-    }
-)  # fmt: skip
+XTREME: Mapping[str, XtremeTask] = {
+    "xnli": XtremeTask(
+        "pairs", XNLI_LABELS,
+        Source("xnli", ("multinli.train.en.tsv", "multinli_1.0_train.txt", "train-en.tsv")), _XNLI_TEST,
+    ),
+    "xnli-dev": XtremeTask(
+        "pairs", XNLI_LABELS, _XNLI_DEV, _XNLI_DEV, "development sets split by the English premise",
+    ),
+    "pawsx": XtremeTask("pairs", PAWSX_LABELS, Source("pawsx", ("en/train.tsv", "train-en.tsv")), _PAWSX_TEST),
+    "pawsx-dev": XtremeTask(
+        "pairs", PAWSX_LABELS, _PAWSX_SPLIT, _PAWSX_SPLIT,
+        "development sets split by connected components of shared sentences",
+    ),
+    "pawsx-test": XtremeTask("pairs", PAWSX_LABELS, Source("pawsx", ("en/dev_2k.tsv", "dev-en.tsv")), _PAWSX_TEST),
+    "udpos": XtremeTask(
+        "tags", UPOS, Source("ud", ("LANG_*-ud-train.conllu", "train-LANG.tsv")),
+        Source("ud", ("LANG_*-ud-test.conllu", "test-LANG.tsv")),
+    ),
+    "panx": XtremeTask("tags", PANX_TAGS, _PANX_TRAIN, Source("panx", ("LANG-test", "LANG/test", "test-LANG.tsv"))),
+    "panx-dev": XtremeTask(
+        "tags", PANX_TAGS, _PANX_TRAIN,
+        Source("panx", ("LANG-dev", "LANG/dev", "dev-LANG.tsv")), "development sets reported",
+    ),
+    "tydiqa": XtremeTask(
+        "questions", (), _TYDIQA_TRAIN,
+        Source("tydiqa", ("tydiqa-goldp-dev-LANG.json", "tydiqa.goldp.LANG.dev.json")),
+    ),
+    "xquad": XtremeTask("questions", (), _SQUAD, _XQUAD),
+    "xquad-tydiqa": XtremeTask("questions", (), _TYDIQA_TRAIN, _XQUAD),
+    "mlqa": XtremeTask("questions", (), _SQUAD, Source("mlqa", ("test-context-LANG-question-LANG.json",))),
+    "mlqa-dev": XtremeTask(
+        "questions", (), _TYDIQA_TRAIN, Source("mlqa", ("dev-context-LANG-question-LANG.json",)),
+    ),
+}  # fmt: skip
 
 
 def load_task(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -245,13 +244,11 @@ def _plasma(side: int, decay: float, draw: Draw) -> Image:
     return (heights / heights.max())[:side, :side]
 
 
-CORRUPTIONS: Mapping[str, Callable[[Image, Any, Draw], Image]] = MappingProxyType(
-    {
-        function.__name__: function
-        for function in (
-            gaussian_noise, shot_noise, impulse_noise, defocus_blur, glass_blur, motion_blur, zoom_blur, snow, frost,
-            fog, brightness, contrast, elastic_transform, pixelate, jpeg_compression,
-        )
-    }
-)  # fmt: skip
+CORRUPTIONS: Mapping[str, Callable[[Image, Any, Draw], Image]] = {
+    function.__name__: function
+    for function in (
+        gaussian_noise, shot_noise, impulse_noise, defocus_blur, glass_blur, motion_blur, zoom_blur, snow, frost,
+        fog, brightness, contrast, elastic_transform, pixelate, jpeg_compression,
+    )
+}  # fmt: skip
 """The 15 corruptions in the order of ImageNet-C's tables."""

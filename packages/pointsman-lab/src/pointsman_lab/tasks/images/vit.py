@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import ClassVar, Literal
 
 import torch
@@ -44,12 +43,10 @@ class VisionTransformerConfig(ModelConfig):
     family: ClassVar[str] = "vit"
     causal: ClassVar[bool] = False
     reads_tokens: ClassVar[bool] = False
-    of_the_data: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {
-            "num_classes": "it is the number of classes of the data",
-            "image_size": "it is that of the images: --data NAME:size=N resizes them",
-        }
-    )
+    of_the_data: ClassVar[Mapping[str, str]] = {
+        "num_classes": "it is the number of classes of the data",
+        "image_size": "it is that of the images: --data NAME:size=N resizes them",
+    }
 
     num_layers: int = 8
     dim: int = 512
