@@ -44,7 +44,7 @@ from pointsman_lab.training.compare import Plan, compare
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.run import load_run
 
-FRAME = Frame(16)
+FRAME = Frame(16, (2,))
 
 
 def test_the_false_positive_rate_is_that_at_the_nearest_recall() -> None:
@@ -192,7 +192,7 @@ def test_attacks_follow_the_gradient_of_the_classes_alone(name: str) -> None:
 def test_shared_experts_are_a_mean_over_the_tokens_that_have_some(router: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman_lab.tasks.images.attacks.attacked", lambda model, images, *_: -images)
     net = model(router).eval()
-    found = under_gradient_attack(net, part(), "fgsm", top_k=2, frame=Frame(40))["layers"]["layers.1.moe"]["iou"]
+    found = under_gradient_attack(net, part(), "fgsm", top_k=2, frame=Frame(40, (2,)))["layers"]["layers.1.moe"]["iou"]
     sets = []
     [(images, _)] = evaluation_batches(part(), 40)
     for sign in (1, -1):
@@ -213,23 +213,23 @@ def test_images_that_no_attack_changed_have_the_same_routing(monkeypatch: pytest
 
 def test_fluctuation_is_between_the_clean_and_the_corrupted_image() -> None:
     net, clean = model(), part()
-    same = under_corruptions(net, clean, lambda *_: clean, top_k=(1, 4), routing_k=2, frame=FRAME)
+    same = under_corruptions(net, clean, lambda *_: clean, routing_k=2, frame=replace(FRAME, top_k=(1, 4)))
     assert len(same["results"]) == 2 * 75
     assert len(same["routing"]) == 75
     assert all(row["layers"]["layers.1.moe"]["top1"] == 0 for row in same["routing"])
     assert same["results"][0]["value"] == same["clean"][0]["value"]
     other = replace(clean, load=lambda row: 255 - clean.load(row))
-    moved = under_corruptions(net, clean, lambda *_: other, top_k=(2,), routing_k=2, frame=FRAME)
+    moved = under_corruptions(net, clean, lambda *_: other, routing_k=2, frame=FRAME)
     assert moved["routing"][0]["layers"]["layers.1.moe"]["top1"] > 0
     mixed = replace(clean, labels=clean.labels[::-1].copy())
-    assert not under_corruptions(net, clean, lambda *_: mixed, top_k=(2,), routing_k=2, frame=FRAME)["routing"]
+    assert not under_corruptions(net, clean, lambda *_: mixed, routing_k=2, frame=FRAME)["routing"]
 
 
 def test_the_uncertain_images_are_the_outliers(monkeypatch: pytest.MonkeyPatch) -> None:
     sure, unsure = (Seen(torch.tensor([[top, 0.0]] * 4), torch.zeros(4, dtype=torch.int64)) for top in (9.0, 1.0))
     seen = iter([sure, unsure])
     monkeypatch.setattr("pointsman_lab.tasks.images.shifts.look", lambda *_: next(seen))
-    [found] = on_outliers(model(), part(4), part(4), classes=None, top_k=(2,), frame=FRAME)["results"]
+    [found] = on_outliers(model(), part(4), part(4), None, FRAME)["results"]
     assert (found["aupr"], found["auroc"], found["fpr95"]) == (1.0, 1.0, 0.0)
 
 
@@ -237,14 +237,14 @@ def test_a_missing_scikit_learn_is_told_before_images_are_read(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.setattr("pointsman_lab.tasks.images.shifts.look", lambda *_: pytest.fail("images were read"))
     with pytest.raises(RunError, match=r"scikit-learn: pip install 'pointsman\[vision\]'"):
-        on_outliers(model(), part(4), part(4), classes=None, top_k=(2,), frame=FRAME)
+        on_outliers(model(), part(4), part(4), None, FRAME)
 
 
 def test_outliers_have_low_confidence() -> None:
     net, inliers = model(), part()
-    found = on_outliers(net, inliers, part(10), classes=None, top_k=(2,), frame=FRAME)
+    found = on_outliers(net, inliers, part(10), None, FRAME)
     assert found["base_rate"] == 10 / 50
-    same = on_outliers(net, inliers, inliers, classes=[0, 1], top_k=(2,), frame=FRAME)["results"][0]
+    same = on_outliers(net, inliers, inliers, [0, 1], FRAME)["results"][0]
     assert same["auroc"] == pytest.approx(0.5)
 
 

@@ -102,7 +102,7 @@ def robustness(
     images = cast(ImageClassification, run.task()).images
     clean = images.split(asked.split)
     top_k = asked.top_k or (config.top_k_schedule.high,)
-    frame = Frame(config.eval_batch_size, replace(how, precision=run.autocast()), keep)
+    frame = Frame(config.eval_batch_size, top_k, replace(how, precision=run.autocast()), keep)
     rows = chosen_rows(clean, _budget(asked, run))
     protocol = {"data": images.description, "split": asked.split, "images": len(rows), "top_k": list(top_k)}
     with using(run.config.kernels):
@@ -111,9 +111,8 @@ def robustness(
                 check_side(images.side)
             source = Corrupted(images, asked.split, rows, asked.folder)
             protocol["corruptions"] = source.description
-            found = under_corruptions(
-                run.model, source.clean, source, top_k=top_k, routing_k=config.top_k_schedule.high, frame=frame
-            )
+            k = config.top_k_schedule.high
+            found = under_corruptions(run.model, source.clean, source, routing_k=k, frame=frame)
             found["imagenet_c"] = bool(asked.path) and len(images.classes) == 1000
         elif asked.kind in ATTACKS:
             found = {"results": [
@@ -121,26 +120,24 @@ def robustness(
                 for k in eval_top_k(run.model, top_k)
             ]}  # fmt: skip
         else:
-            found = _shifted(run, asked, images, clean.take(rows), top_k, frame)
+            found = _shifted(run, asked, images, clean.take(rows), frame)
     return {"format": FORMAT, "kind": asked.kind, "checkpoint": f"step-{run.step}", "protocol": protocol, **found}
 
 
-def _shifted(
-    run: Run, asked: Asked, images: ImageSet, clean: ImagePart, top_k: Sequence[int], frame: Frame
-) -> dict[str, Any]:
+def _shifted(run: Run, asked: Asked, images: ImageSet, clean: ImagePart, frame: Frame) -> dict[str, Any]:
     """Kinds a, r, o and hard."""
     if asked.kind == "hard":
         reference = load_run(str(asked.path), device=str(next(run.model.parameters()).device))
         if reference.config.data != run.config.data or reference.vocabulary != run.vocabulary:
             raise RunError(f"{asked.path} learned other images or classes ({reference.config.data}) than {run.path}")
         k = reference.config.top_k_schedule.high
-        return on_hard_images(run.model, clean, reference.model, reference_k=k, top_k=top_k, frame=frame)
+        return on_hard_images(run.model, clean, reference.model, reference_k=k, frame=frame)
     shifted = _others(run, asked, images)
     if asked.kind in ("a", "r"):
         whole = shifted.relabelled(images.classes).split("test")
         part, inside = whole.take(chosen_rows(whole, _budget(asked, run))), sorted(set(whole.labels.tolist()))
         _check_several(asked, inside)
-        found = on_renditions(run.model, clean, part, inside, top_k=top_k, frame=frame)
+        found = on_renditions(run.model, clean, part, inside, frame)
         return {**found, "shifted_data": shifted.description}
     outliers, classes = shifted.split("test"), None
     share = len(clean) / len(images.split(asked.split))  # as many of the outliers: the base rate stays
@@ -159,7 +156,7 @@ def _shifted(
         strange = [label for label, name in enumerate(shifted.classes) if name not in KNOWN_TO_CIFAR]
         outliers = outliers.take(np.flatnonzero(np.isin(outliers.labels, strange)))
     outliers = outliers.take(chosen_rows(outliers, max(1, round(share * len(outliers)))))
-    found = on_outliers(run.model, clean, outliers, classes=classes, top_k=top_k, frame=frame)
+    found = on_outliers(run.model, clean, outliers, classes, frame)
     return {**found, "outlier_data": shifted.description}
 
 

@@ -32,15 +32,20 @@ from pointsman_lab.tasks.images.task import HEADER, predictions
 from pointsman_lab.tasks.images.vit import VisionTransformer
 
 
+Corrupted = Callable[[str, int], ImagePart]
+"""(corruption, severity) -> the clean images, corrupted."""
+
+
 @dataclass(frozen=True)
 class Frame:
-    """How images are read, `batch_size` side by side.
+    """How images are read, `batch_size` side by side, at every k of `top_k`.
 
     Attributes:
         keep: filled with "SET-kK.csv" -> the predictions of a set of images; None: they are not kept.
     """
 
     batch_size: int
+    top_k: Sequence[int]
     how: EvaluationContext = PLAIN
     keep: dict[str, str] | None = None
 
@@ -120,25 +125,16 @@ def fluctuation(one: Seen, two: Seen) -> dict[str, Any]:
 
 
 def under_corruptions(
-    model: VisionTransformer,
-    clean: ImagePart,
-    corrupted: Callable[[str, int], ImagePart],
-    *,
-    top_k: Sequence[int],
-    routing_k: int,
-    frame: Frame,
+    model: VisionTransformer, clean: ImagePart, corrupted: Corrupted, *, routing_k: int, frame: Frame
 ) -> dict[str, Any]:
     """Accuracy on clean and corrupted images at every k, and routing fluctuation between them at `routing_k`.
-
-    Args:
-        corrupted: (corruption, severity) -> the images of `clean`, corrupted.
 
     Returns:
         {"clean": [{"top_k", "value", "calibration"}], "results": [{"corruption", "severity", "top_k", "value"}],
         "routing": [{"corruption", "severity", "top_k", "layers"}]}; no fluctuation where the labels of the corrupted
         images are in another order.
     """
-    values = eval_top_k(model, top_k)
+    values = eval_top_k(model, frame.top_k)
     routing_k = min(routing_k, model.config.num_experts)
     every = dict.fromkeys(values if None in values else (*values, routing_k))
     before = {k: look(model, clean, k, frame, routing=k == routing_k) for k in every}
@@ -172,9 +168,8 @@ def _k(model: VisionTransformer, k: int | None) -> dict[str, int]:
 
 
 def on_renditions(
-    model: VisionTransformer, clean: ImagePart, part: ImagePart, classes: Sequence[int], *, top_k: Sequence[int],
-    frame: Frame,
-) -> dict[str, Any]:  # fmt: skip
+    model: VisionTransformer, clean: ImagePart, part: ImagePart, classes: Sequence[int], frame: Frame
+) -> dict[str, Any]:
     """Accuracy on other pictures of some classes (ImageNet-A, -R), with logits restricted to these classes.
 
     Args:
@@ -189,7 +184,7 @@ def on_renditions(
         raise RunError("the clean part has no images of these classes")
     same = clean.take(inside)
     results = []
-    for k in eval_top_k(model, top_k):
+    for k in eval_top_k(model, frame.top_k):
         seen, plain = (look(model, one, k, frame).restricted(classes) for one in (part, same))
         frame.take("shifted", k, seen)
         frame.take("clean", k, plain)
@@ -201,13 +196,7 @@ def on_renditions(
 
 
 def on_outliers(
-    model: VisionTransformer,
-    inliers: ImagePart,
-    outliers: ImagePart,
-    *,
-    classes: Sequence[int] | None,
-    top_k: Sequence[int],
-    frame: Frame,
+    model: VisionTransformer, inliers: ImagePart, outliers: ImagePart, classes: Sequence[int] | None, frame: Frame
 ) -> dict[str, Any]:
     """How well the largest probability tells outliers from images of known classes (ImageNet-O).
 
@@ -220,7 +209,7 @@ def on_outliers(
     detection_library()  # before the images are looked at, which takes a while
     results = []
     positive = np.arange(len(inliers) + len(outliers)) >= len(inliers)
-    for k in eval_top_k(model, top_k):
+    for k in eval_top_k(model, frame.top_k):
         scores = []
         for name, part in (("inliers", inliers), ("outliers", outliers)):
             seen = look(model, part, k, frame)
@@ -233,13 +222,7 @@ def on_outliers(
 
 
 def on_hard_images(
-    model: VisionTransformer,
-    part: ImagePart,
-    reference: VisionTransformer,
-    *,
-    reference_k: int,
-    top_k: Sequence[int],
-    frame: Frame,
+    model: VisionTransformer, part: ImagePart, reference: VisionTransformer, *, reference_k: int, frame: Frame
 ) -> dict[str, Any]:
     """Accuracy on the images that another model gets wrong, as ImageNet-A was filtered.
 
@@ -254,7 +237,7 @@ def on_hard_images(
     if not len(wrong):
         raise RunError("the reference model gets no image wrong: there are no hard ones")
     known, results = _k(reference, k)["top_k"], []
-    for k in eval_top_k(model, top_k):
+    for k in eval_top_k(model, frame.top_k):
         seen = look(model, part, k, frame)
         frame.take("hard", k, Seen(seen.logits[wrong], seen.labels[wrong]))
         hard, every = float(seen.right[wrong].mean()), seen.accuracy
