@@ -43,7 +43,7 @@ class Corpus:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The existing splits: some of train, valid, test."""
+        """Some of train, valid, test."""
         return tuple(self._arrays)
 
     def split(self, name: str) -> IdArray:
@@ -91,12 +91,8 @@ def load_corpus(
     folder) under a key of the files' paths, sizes and times and of the options.
 
     Args:
-        spec: the value of `--data`.
-        data_dir: the folder with the user's corpora.
-        cache_dir: the folder for tokens and downloads.
         vocabulary: that of a trained run, to evaluate or fine-tune it; default: built from the training split.
         tokenizer: without a vocabulary: `pieces:V`, or the path of a tokenizer (`subwords`); "": the corpus's level.
-        progress: called as progress(what, done, total).
 
     Raises:
         RunError: one line, for every error of the user's.

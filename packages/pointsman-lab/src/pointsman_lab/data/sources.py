@@ -58,7 +58,6 @@ class Source:
         return sum(span.size for spans in self.parts.values() for span in spans)
 
     def no_part(self, split: str) -> RunError:
-        """The error for a missing split."""
         names = {"train": "training", "valid": "validation", "test": "test"}
         where = f" ({self.missing[split]} is missing)" if split in self.missing else ""
         there = " and ".join(names[part] for part in self.parts)

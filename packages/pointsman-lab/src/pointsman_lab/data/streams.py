@@ -35,10 +35,7 @@ class BatchStream:
     targets of a column are not used. The next epoch starts at the first segment again.
 
     Args:
-        tokens: ids [n].
-        batch_size: B.
-        segment_length: T.
-        device: of the batches.
+        tokens: ids [n]. batch_size: B. segment_length: T. device: of the batches.
 
     Raises:
         RunError: fewer than B T + 1 tokens.
@@ -63,7 +60,6 @@ class BatchStream:
 
     @property
     def tokens_per_step(self) -> float:
-        """B T."""
         return self.batch_size * self.segment_length
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
@@ -91,10 +87,7 @@ class EvalStream:
     With a `budget` below n - 1, only the first S = max(1, budget // (rows T)) segments of each row are read.
 
     Args:
-        tokens: ids [n].
-        batch_size: B.
-        segment_length: T.
-        device: of the batches.
+        tokens: ids [n]. batch_size: B. segment_length: T. device: of the batches.
         budget: the number of targets, rounded down to whole segments (at least one per row); None for all.
 
     Raises:

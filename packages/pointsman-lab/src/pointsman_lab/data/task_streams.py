@@ -38,7 +38,6 @@ class Encoded:
         return len(self.rows)
 
     def take(self, places: NDArray[np.int64]) -> Encoded:
-        """The examples with these indices."""
         rows = tuple(self.rows[place] for place in places)
         return Encoded(rows, self.labels[places], self.truncated, self.unknown)
 
@@ -121,7 +120,6 @@ class TaskStream:
         return self._epoch[1][place]
 
     def is_epoch_start(self, step: int) -> bool:
-        """Whether an epoch starts with this step."""
         return step % self.steps_per_epoch == 0
 
     def _order(self, draw: np.random.Generator) -> NDArray[np.int64]:

@@ -36,7 +36,6 @@ class RoutingSummary:
         self.diagnostics.update(name, routing, self.mask)
 
     def gather(self, ranks: Ranks) -> None:
-        """Adds what the other ranks have seen."""
         if ranks.count > 1:
             self.diagnostics = self.diagnostics.gather(ranks.group)
 

@@ -31,7 +31,7 @@ FORMAT = 1
 
 
 def open_task(spec: str) -> Any:
-    """The data of a task, as `--task` names it."""
+    """The data of what `--task` names."""
     return learner(spec).fine_tuning().read(spec)
 
 
@@ -54,7 +54,7 @@ def finetune(
         seed: of the head's weights, the order of the data and dropout.
         out: the run directory; default: `finetuned_path`.
         data: the task's data, if they are loaded already.
-        device: as of `training.trainer.train`. progress: likewise. stop: likewise.
+        device, progress, stop: as of `training.trainer.train`.
 
     Returns:
         What is in `out`: a run directory like any other, with accuracies in evaluation.json, and finetune.json beside.
@@ -129,7 +129,6 @@ def open_run(
 
 
 def is_finetuned(path: Path | str) -> bool:
-    """Whether this is the directory of a fine-tuned run."""
     return (Path(path) / FINETUNE).is_file()
 
 
@@ -175,13 +174,10 @@ def compare_tasks(
 
     Args:
         out: a comparison directory whose runs are trained.
-        tasks: tasks with their settings.
         routers: only these rows; default: all that have saved weights.
         repeats: fine-tunings of each pre-trained run.
-        jobs: how many fine-tunings go on at a time, as of `training.compare.compare`.
-        hosts: as of `training.compare.compare`.
+        jobs, hosts, stop: as of `training.compare.compare`; `jobs` fine-tunings go on at a time.
         ended: called when a fine-tuning has its evaluation.
-        stop: asks to save and end.
 
     Raises:
         RunError: no comparison, another process works in it, or what `finetune` raises.

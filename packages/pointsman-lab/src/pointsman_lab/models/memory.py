@@ -52,7 +52,6 @@ class Memory:
         return cls(tuple(tensors[f"hidden/{index}"] for index in range(count)), carries, tensors.get("padding"))
 
     def to(self, device: torch.device | str) -> Memory:
-        """The same on another device."""
         return self.map(lambda tensor: tensor.to(device))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Memory:

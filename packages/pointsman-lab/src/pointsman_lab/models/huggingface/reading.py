@@ -20,7 +20,7 @@ REFUSED = {
 
 
 def open_config(folder: str) -> Any:
-    """The configuration in a folder of transformers."""
+    """The configuration in a folder of transformers; RunError without one that it reads."""
     from transformers import AutoConfig
 
     path = Path(folder)

@@ -50,7 +50,6 @@ class Attack:
             raise RunError(f"attack word {self.word!r}: allowed is one word without white space")
 
     def to_dict(self) -> dict[str, Any]:
-        """The attack's entry in results."""
         return {"kind": "word", **asdict(self)}
 
     def __str__(self) -> str:
@@ -135,7 +134,6 @@ class AttackTable(Forms):
         return "\n".join(lines) + "\n"
 
     def further(self) -> list[Grid]:
-        """The change of the routing, if there is any."""
         rates = sorted({one.rate for one in self.conditions[1:]})
         moved = {router: of for router, of in self.routing.items() if of}
         rows = [[router, *(formatted(of.get(rate)) for rate in rates)] for router, of in moved.items()]

@@ -137,7 +137,7 @@ def f1_xtreme(truth: Iterable[Sequence[str]], predicted: Iterable[Sequence[str]]
 
 @dataclass(frozen=True)
 class Score:
-    """A figure of one language, as a share.
+    """A figure of one language, as a share, with its standard error `error`.
 
     Attributes:
         value: the figure. drawn: the same in each of the resamples. others: further figures, by name.
@@ -149,7 +149,6 @@ class Score:
 
     @property
     def error(self) -> float:
-        """The standard error."""
         return float(self.drawn.std())
 
 

@@ -112,7 +112,6 @@ def _parse(spec: str) -> tuple[str, int | None]:
 
 
 def _find(name: str, data_dir: Path | None) -> Path:
-    """Where the images lie."""
     folders = [data_dir] if data_dir else []
     known = [folder / one for folder in folders for one in _FOLDERS.get(name, ())]
     for place in [*known, *places_of(name, folders)]:
@@ -183,7 +182,6 @@ class ClassNames(Symbols):
         return len(self.names)
 
     def decode(self, labels: Iterable[int]) -> str:
-        """The names of these labels."""
         return ", ".join(self.names[label] for label in labels)
 
     def to_json(self) -> str:

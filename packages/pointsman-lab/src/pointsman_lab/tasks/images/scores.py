@@ -100,7 +100,6 @@ def response_rate_accuracy(confidence: Numbers, right: NDArray[np.bool_]) -> flo
 
 
 def calibration(confidence: Numbers, right: NDArray[np.bool_]) -> dict[str, float]:
-    """{"rms", "ece", "aurra"} of a classifier."""
     return {
         "rms": rms_calibration_error(confidence, right),
         "ece": expected_calibration_error(confidence, right),

@@ -68,7 +68,6 @@ class _Scores:
             self.sums[1] += (logits.topk(5).indices == labels[:, None]).sum()
 
     def gather(self, ranks: Ranks) -> None:
-        """Adds what the other ranks have scored."""
         self.sums, self.right, self.count = ranks.total(self.sums, self.right, self.count)
 
     def result(self) -> dict[str, Any]:
@@ -103,7 +102,6 @@ class ImageClassification(Task):
     def open(
         cls, config: RunConfig, progress: DataProgress | None = None, vocabulary: ClassNames | None = None
     ) -> ImageClassification:
-        """The task of `config.data`."""
         return cls(open_images(config.data), vocabulary)
 
     def prepared(self, config: RunConfig) -> RunConfig:
@@ -122,7 +120,6 @@ class ImageClassification(Task):
         self.images.split(config.eval_split)
 
     def tokens(self, config: RunConfig) -> int:
-        """Tokens an image."""
         return _shape(config).tokens
 
     def batches(self, config: RunConfig, device: torch.device) -> Batches:
