@@ -23,7 +23,7 @@ from pointsman_lab.cli.main import main
 from pointsman_lab.data.pieces import END, START
 from pointsman_lab.data.task_streams import padded
 from pointsman_lab.recipes import preset
-from pointsman_lab.tasks.translation.data import ids_of, open_parallel
+from pointsman_lab.tasks.translation.data import ended, open_parallel
 from pointsman_lab.tasks.translation.model import TranslationConfig, Translator, search
 from pointsman_lab.tasks.translation.task import Translation, scorers
 from pointsman_lab.training.config import RunConfig
@@ -192,7 +192,7 @@ def test_both_sides_are_diagnosed_without_padding_and_by_language(
     assert found["groups"] == ["de", "fr"]
     pairs = open_parallel(settings().data).parts["test"]
     run = load_run(tmp_path / "run")
-    encoded = [[len(ids_of(text, run.vocabulary, 24)) for text in pair] for of in pairs.values() for pair in of]
+    encoded = [[len(ended(run.vocabulary.encode(text), 24)) for text in pair] for of in pairs.values() for pair in of]
     tokens = {name: layer["load"]["tokens"] for name, layer in found["layers"].items()}
     assert {name.partition(".")[0] for name in tokens} == {"encoder", "decoder"}
     for name, count in tokens.items():

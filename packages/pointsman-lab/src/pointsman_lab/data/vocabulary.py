@@ -103,9 +103,6 @@ class Vocabulary(Symbols):
         """V, the number of ids."""
         return len(self.symbols)
 
-    def __len__(self) -> int:
-        return self.size
-
     @property
     def dtype(self) -> np.dtype[Any]:
         """The smallest integer type that holds every id."""

@@ -74,9 +74,15 @@ class CostRow:
 
 
 ROLES = {
-    "attention": "attention", "experts": "experts", "shared-experts": "experts", "virtual-experts": "experts",
-    "feed-forward": "feed_forward", "norm": "norms", "embedding": "embeddings", "router": "router_trainable",
-}  # fmt: skip
+    "attention": "attention",
+    "experts": "experts",
+    "shared-experts": "experts",
+    "virtual-experts": "experts",
+    "feed-forward": "feed_forward",
+    "norm": "norms",
+    "embedding": "embeddings",
+    "router": "router_trainable",
+}
 
 
 def parameter_table(model: nn.Module) -> ParameterTable:

@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +174,7 @@ def _asked(run: Run, values: argparse.Namespace) -> tuple[str, dict[str, Any], d
     about = {
         "top_k": sorted(values.top_k or run.config.eval_top_k), "checkpoint": f"step-{run.step}",
         "weights": identity(run)["sha256"], "split": split, "fingerprint": corpus.fingerprint,
-        "protocol": eval_protocol(run.config, tokens).to_dict(),
+        "protocol": asdict(eval_protocol(run.config, tokens)),
     }  # fmt: skip
     asked = {"data": values.data, "split": split, "top_k": values.top_k, "tokens": tokens}
     return f"attacks-{values.attack}-{slug(corpus.name)}-{split}", about, asked
@@ -272,7 +272,7 @@ def run_under_attack(
                 with run.autocast():
                     change = change_under_attack(run.model, clean, attacked)
                 routing.append({"attack": attack.to_dict(), **change})
-    about = {**protocol.to_dict(), "data": corpus.description, "fingerprint": corpus.fingerprint}
+    about = {**asdict(protocol), "data": corpus.description, "fingerprint": corpus.fingerprint}
     about["attacked_targets"] = "count"
     return {
         "format": FORMAT, "name": slug(corpus.name), "checkpoint": f"step-{run.step}", "protocol": about,

@@ -151,7 +151,7 @@ def encode_examples(examples: Examples, vocabulary: Vocabulary, max_length: int)
     for text in examples.texts:
         ids, missed = vocabulary.encode_compact(text)
         unknown += missed
-        rows.append(cut(ids, mark, max_length))
+        rows.append(np.concatenate([ids[: max_length - len(mark)], mark]))
         truncated += len(ids) + len(mark) > max_length
         if not len(ids):
             raise RunError(f"the text {text[:40]!r} is empty in this vocabulary")
@@ -166,8 +166,3 @@ def end_mark(vocabulary: Vocabulary) -> IdArray:
             return ids
     last = vocabulary.unknown_id  # None of bytes, which have a stand-in
     return vocabulary.encode_compact("\n")[0] if last is None else np.array([last], dtype=vocabulary.dtype)
-
-
-def cut(ids: IdArray, mark: IdArray, max_length: int) -> IdArray:
-    """`ids` and the end mark, in at most `max_length` tokens."""
-    return np.concatenate([ids[: max_length - len(mark)], mark])

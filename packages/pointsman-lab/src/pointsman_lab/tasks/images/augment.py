@@ -24,7 +24,6 @@ from pointsman._errors import RunError, did_you_mean
 from pointsman_lab.data.streams import drawing
 from pointsman_lab.tasks.images.part import ImagePart, Pixels, chosen_rows
 
-NAMES = ("crop", "flip", "mixup", "randaugment", "inception")
 _STREAM = {"crop": 0, "flip": 1, "mixup": 3, "randaugment": 4, "inception": 6}
 _RAND_AUGMENT_LEVELS = 10.0
 
@@ -60,8 +59,8 @@ class Augmentation:
         values: dict[str, object] = {}
         for word in filter(None, text.split("+")):
             name, _, value = word.partition("=")
-            if name not in NAMES:
-                raise RunError(f"augment {text!r}: unknown {name!r}: {did_you_mean(name, NAMES)}")
+            if name not in _STREAM:
+                raise RunError(f"augment {text!r}: unknown {name!r}: {did_you_mean(name, _STREAM)}")
             if name in values:
                 raise RunError(f"augment {text!r}: {name} is given twice")
             values[name] = _number(text, name, value)

@@ -20,11 +20,8 @@ from pointsman_lab.data.vocabulary import Symbols
 from pointsman_lab.tasks.images.layouts import Layout, open_layout
 from pointsman_lab.tasks.images.part import ImagePart
 
-IMAGE_SETS = {
-    "cifar10-10k": "a fifth of CIFAR-10's training images and all of its test images, 32 x 32",
-    "tiny-imagenet-50": "50 classes of Tiny-ImageNet, 64 x 64",
-}
-_FOLDERS = {"cifar10-10k": ("cifar10-10k", "cifar10"), "tiny-imagenet-50": ("tiny-imagenet-50",)}
+IMAGE_SETS = {"cifar10-10k": ("cifar10-10k", "cifar10"), "tiny-imagenet-50": ("tiny-imagenet-50",)}
+"""Name -> folders: a fifth of CIFAR-10's training images and all of its test images; 50 classes of Tiny-ImageNet."""
 
 MOST_SUMMED = 2**27
 """Bytes of files: larger sets are told apart by the files' names and sizes, without a checksum."""
@@ -113,7 +110,7 @@ def _parse(spec: str) -> tuple[str, int | None]:
 
 def _find(name: str, data_dir: Path | None) -> Path:
     folders = [data_dir] if data_dir else []
-    known = [folder / one for folder in folders for one in _FOLDERS.get(name, ())]
+    known = [folder / one for folder in folders for one in IMAGE_SETS.get(name, ())]
     for place in [*known, *places_of(name, folders)]:
         if place.exists():
             return place

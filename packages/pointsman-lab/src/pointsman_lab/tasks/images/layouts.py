@@ -189,9 +189,8 @@ def _folders(folder: Path) -> Layout:
         with reading(every[index]):
             return read_ordinary(every[index])
 
-    paths = [file.relative_to(folder) for file in every]
     files = [file for file in every if file.suffix.lower() in SUFFIXES]
-    return _of_paths(folder, paths, list(map(str, every)), read, files, "folders of classes")
+    return _of_paths(folder, [file.relative_to(folder) for file in every], read, files, "folders of classes")
 
 
 def _tar(archive: Path) -> Layout:
@@ -213,15 +212,12 @@ def _tar(archive: Path) -> Layout:
             file.seek(members[index].offset_data)
             return file.read(members[index].size)
 
-    paths = [Path(member.name) for member in members]
-    names = [f"{archive}: {member.name}" for member in members]
-    return _of_paths(archive, paths, names, read, [archive], "tar of classes")
+    return _of_paths(archive, [Path(member.name) for member in members], read, [archive], "tar of classes")
 
 
 def _of_paths(
-    root: Path, paths: Sequence[Path], names: Sequence[str], read: Callable[[int], bytes], files: Sequence[Path],
-    kind: str,
-) -> Layout:  # fmt: skip
+    root: Path, paths: Sequence[Path], read: Callable[[int], bytes], files: Sequence[Path], kind: str
+) -> Layout:
     """A layout from the paths [PART/]CLASS/FILE of all files; folders above the part are passed over.
 
     Args:
@@ -247,6 +243,7 @@ def _of_paths(
     number = {name: label for label, name in enumerate(known)}
     labels = np.zeros(len(paths), dtype=np.int64)
     labels[used] = [number[paths[index].parent.name] for index in used]
+    names = [str(root / path) if root.is_dir() else f"{root}: {path}" for path in paths]
     every = ImagePart(names, labels, lambda index: image_pixels(read(index), names[index]))
     split = {part or "test": every.take(of) for part, of in chosen.items()}
     strays = len(images) - len(used)

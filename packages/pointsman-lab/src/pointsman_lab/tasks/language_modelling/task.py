@@ -59,9 +59,6 @@ class EvalProtocol:
     tokens: int | None = None
     seed: int = 0
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def quality(level: Level, nats: float) -> tuple[str, float | None]:
     """Name and value of the figure that a level is judged by: bits per character nats / ln 2, or perplexity e^nats.
@@ -240,7 +237,7 @@ class LanguageModelling(Task):
 
     def protocol(self, config: RunConfig) -> dict[str, Any]:
         return {
-            **eval_protocol(config, config.eval_tokens).to_dict(),
+            **asdict(eval_protocol(config, config.eval_tokens)),
             "checkpoint_rule": "the last step",
             "vocabulary": "of the training data",
         }

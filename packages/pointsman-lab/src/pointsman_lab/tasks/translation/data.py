@@ -167,11 +167,6 @@ def _pairs(root: Path, stem: str, source: str, target: str, part: str, *, whole:
     return tuple(zip(ours, theirs, strict=True))
 
 
-def ids_of(text: str, pieces: Pieces, length: int) -> Ids:
-    """The pieces of a sentence and `</s>`, at most `length`."""
-    return ended(pieces.encode(text), length)
-
-
 def ended(ids: Ids, length: int) -> Ids:
     """The pieces of a sentence and `</s>`; of `length` pieces and more the last ones are cut."""
     return np.array([*ids[: length - 1], END], dtype=np.int64)

@@ -19,7 +19,7 @@ from pointsman_lab.data.task_streams import PADDING, Encoded, TaskStream, eval_b
 from pointsman_lab.evaluation.diagnose import Batch
 from pointsman_lab.evaluation.passes import EvaluationContext, Pass, evaluated
 from pointsman_lab.runs.paths import slug
-from pointsman_lab.tasks.translation.data import Pairs, ParallelText, ended, ids_of, open_parallel
+from pointsman_lab.tasks.translation.data import Pairs, ParallelText, ended, open_parallel
 from pointsman_lab.tasks.translation.model import LENGTH_PENALTY, LONGER, MORE, TranslationConfig, search
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.objectives import Objective, class_loss, logits_alone, objective_of
@@ -101,7 +101,7 @@ class Translation(Task):
         for pairs in parts.values():
             left = tokens // len(parts)
             for source, _ in pairs:
-                found.append(ids_of(source, self.vocabulary, config.segment_length))
+                found.append(ended(self.vocabulary.encode(source), config.segment_length))
                 left -= len(found[-1])
                 if left <= 0:
                     break
