@@ -31,7 +31,6 @@ from pointsman_lab.tasks.images.severities import PARAMETERS, SEVERITIES
 from pointsman_lab.tasks.images.task import HEADER, predictions
 from pointsman_lab.tasks.images.vit import VisionTransformer
 
-
 Corrupted = Callable[[str, int], ImagePart]
 """(corruption, severity) -> the clean images, corrupted."""
 
