@@ -24,13 +24,11 @@ class KnownTask:
     """A task with a name.
 
     Attributes:
-        folder: the folder inside the data folder.
-        files: split -> file. A task without "test" reports "dev".
+        files: split -> file in the data folder. A task without "test" reports "dev".
         columns: of text and label in the files.
         classes: names of the labels, in order; () = those of the training split.
     """
 
-    folder: str
     files: Mapping[str, str]
     columns: Columns = field(default_factory=Columns)
     classes: tuple[str, ...] = ()
@@ -38,19 +36,19 @@ class KnownTask:
 
 TASKS: Mapping[str, KnownTask] = {
     "sst2": KnownTask(
-        "sst2",
-        {split: f"sentence/{'dev' if split == 'valid' else split}.tsv" for split in ("train", "valid", "test")},
+        {"train": "sst2/sentence/train.tsv", "valid": "sst2/sentence/dev.tsv", "test": "sst2/sentence/test.tsv"},
         Columns(header=False),
         ("0", "1"),
     ),
-    "sst2-glue": KnownTask("sst2", {"train": "train.tsv", "dev": "dev.tsv"}, Columns("sentence", "label"), ("0", "1")),
+    "sst2-glue": KnownTask(
+        {"train": "sst2/train.tsv", "dev": "sst2/dev.tsv"}, Columns("sentence", "label"), ("0", "1")
+    ),
     "sst5": KnownTask(
-        "sst5",
-        {split: f"sst_{'dev' if split == 'valid' else split}.txt" for split in ("train", "valid", "test")},
+        {"train": "sst5/sst_train.txt", "valid": "sst5/sst_dev.txt", "test": "sst5/sst_test.txt"},
         classes=("1", "2", "3", "4", "5"),
     ),
-    "imdb": KnownTask("imdb", {"train": "train.jsonl.gz", "test": "test.jsonl.gz"}, classes=("0", "1")),
-    "banking77": KnownTask("banking77", {"train": "train.csv", "test": "test.csv"}, Columns("text", "category")),
+    "imdb": KnownTask({"train": "imdb/train.jsonl.gz", "test": "imdb/test.jsonl.gz"}, classes=("0", "1")),
+    "banking77": KnownTask({"train": "banking77/train.csv", "test": "banking77/test.csv"}, Columns("text", "category")),
 }
 
 
@@ -140,7 +138,7 @@ def find_task(spec: str, *, data_dir: Path | None = None) -> Path | None:
 def _named(name: str, known: KnownTask, data_dir: Path | None) -> LabelledTexts:
     if data_dir is None:
         raise RunError(f"the task {name} needs the data folder: set POINTSMAN_DATA")
-    files = {split: data_dir / known.folder / file for split, file in known.files.items()}
+    files = {split: data_dir / file for split, file in known.files.items()}
     if missing := [str(file) for file in files.values() if not file.is_file()]:
         raise RunError(f"the task {name} needs {missing[0]}: POINTSMAN_DATA names the data folder")
     parts = {split: read_labelled(file, known.columns) for split, file in files.items()}

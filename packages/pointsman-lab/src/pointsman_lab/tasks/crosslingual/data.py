@@ -105,7 +105,7 @@ def groups_of(items: Sequence[Any]) -> list[str]:
     Pairs that share a sentence, questions on one passage, tagged sentences of the same words.
     """
     if items and isinstance(items[0], Pair):
-        return components([(item.first, item.second) for item in items])
+        return components([item.texts for item in items])
     return [item.context if isinstance(item, Question) else " ".join(item.words) for item in items]
 
 

@@ -32,6 +32,10 @@ class Pair:
     label: str
     row: int | None = field(default=None, repr=False, compare=False)
 
+    @property
+    def texts(self) -> tuple[str, str]:
+        return self.first, self.second
+
 
 @dataclass(frozen=True)
 class Tagged:

@@ -51,13 +51,13 @@ class Source:
         names: the ends of the files' paths, in any folder below, plain or .gz: LANG is a language, * a part of a name.
             Of each language the first of these names that a file has counts: the publishers' files come before those
             of XTREME's download, whose tests have no labels. Files of several languages go with no others.
-        tested: English rows of files that hold both parts, which are translations of each other -> which are tested;
-            None: the files are of one part.
+        grouped: English rows of files that hold both parts, in all languages alike -> names of their groups, of which
+            one in three is tested; None: the files are of one part.
     """
 
     folder: str
     names: tuple[str, ...]
-    tested: Callable[[Sequence[Any]], list[bool]] | None = None
+    grouped: Callable[[Sequence[Any]], Sequence[str]] | None = None
 
     def files(self, data_dir: Path) -> dict[str, list[Path]]:
         """language -> its files ("" where the file has several languages); empty where there are none."""
@@ -116,17 +116,7 @@ class Part:
         return f"{named if len(names) > 1 else names[0]} ({sizes}; sha256 {sums.hexdigest()[:12]})"
 
 
-def _by_premise(rows: Sequence[Any]) -> list[bool]:
-    """One English premise in three."""
-    return [hashed(pair.first) % 3 == 0 for pair in rows]
-
-
-def _by_component(rows: Sequence[Any]) -> list[bool]:
-    """One connected component of shared sentences in three."""
-    return [hashed(group) % 3 == 0 for group in components([(pair.first, pair.second) for pair in rows])]
-
-
-def _split(rows: Rows, tested: Callable[[Sequence[Any]], list[bool]], part: str) -> Rows:
+def _split(rows: Rows, grouped: Callable[[Sequence[Any]], Sequence[str]], part: str) -> Rows:
     """The rows of a part, by the English ones with their translations; rows without a text are left out."""
     if ENGLISH not in rows:
         raise RunError("the development set has no English part, which decides about the split")
@@ -134,7 +124,7 @@ def _split(rows: Rows, tested: Callable[[Sequence[Any]], list[bool]], part: str)
     for language, own in rows.items():
         if len(own) != len(english):
             raise RunError(f"the development set has {len(own)} rows in {language!r}, and {len(english)} in 'en'")
-    kept = [test == (part == "test") for test in tested(english)]
+    kept = [(hashed(group) % 3 == 0) == (part == "test") for group in grouped(english)]
     return {
         language: [row for row, of_part in zip(own, kept, strict=True) if of_part and "NS" not in texts(row)]
         for language, own in rows.items()
@@ -159,10 +149,9 @@ def components(pairs: Sequence[tuple[str, str]]) -> list[str]:
 
 
 _XNLI_TEST = Source("xnli", ("xnli.test.tsv", "test-LANG.tsv"))
-_XNLI_DEV = Source("xnli", ("xnli.dev.tsv", "dev-LANG.tsv"), _by_premise)
-_PAWSX_DEV = ("LANG/dev_2k.tsv", "dev-LANG.tsv")
+_XNLI_DEV = Source("xnli", ("xnli.dev.tsv", "dev-LANG.tsv"), lambda rows: [pair.first for pair in rows])
 _PAWSX_TEST = Source("pawsx", ("LANG/test_2k.tsv", "test-LANG.tsv"))
-_PAWSX_SPLIT = Source("pawsx", _PAWSX_DEV, _by_component)
+_PAWSX_DEV = Source("pawsx", ("LANG/dev_2k.tsv", "dev-LANG.tsv"), lambda rows: components([row.texts for row in rows]))
 _PANX_TRAIN = Source("panx", ("LANG-train", "LANG/train", "train-LANG.tsv"))
 _TYDIQA_TRAIN = Source("tydiqa", ("tydiqa.goldp.LANG.train.json", "tydiqa-goldp-v1.1-train.json"))
 _SQUAD = Source("squad", ("train-v1.1.json",))
@@ -173,12 +162,10 @@ XTREME: Mapping[str, XtremeTask] = {
         "pairs", XNLI_LABELS,
         Source("xnli", ("multinli.train.en.tsv", "multinli_1.0_train.txt", "train-en.tsv")), _XNLI_TEST,
     ),
-    "xnli-dev": XtremeTask(
-        "pairs", XNLI_LABELS, _XNLI_DEV, _XNLI_DEV, "development sets split by the English premise",
-    ),
+    "xnli-dev": XtremeTask("pairs", XNLI_LABELS, _XNLI_DEV, _XNLI_DEV, "development sets split by the English premise"),
     "pawsx": XtremeTask("pairs", PAWSX_LABELS, Source("pawsx", ("en/train.tsv", "train-en.tsv")), _PAWSX_TEST),
     "pawsx-dev": XtremeTask(
-        "pairs", PAWSX_LABELS, _PAWSX_SPLIT, _PAWSX_SPLIT,
+        "pairs", PAWSX_LABELS, _PAWSX_DEV, _PAWSX_DEV,
         "development sets split by connected components of shared sentences",
     ),
     "pawsx-test": XtremeTask("pairs", PAWSX_LABELS, Source("pawsx", ("en/dev_2k.tsv", "dev-en.tsv")), _PAWSX_TEST),
@@ -198,9 +185,7 @@ XTREME: Mapping[str, XtremeTask] = {
     "xquad": XtremeTask("questions", (), _SQUAD, _XQUAD),
     "xquad-tydiqa": XtremeTask("questions", (), _TYDIQA_TRAIN, _XQUAD),
     "mlqa": XtremeTask("questions", (), _SQUAD, Source("mlqa", ("test-context-LANG-question-LANG.json",))),
-    "mlqa-dev": XtremeTask(
-        "questions", (), _TYDIQA_TRAIN, Source("mlqa", ("dev-context-LANG-question-LANG.json",)),
-    ),
+    "mlqa-dev": XtremeTask("questions", (), _TYDIQA_TRAIN, Source("mlqa", ("dev-context-LANG-question-LANG.json",))),
 }  # fmt: skip
 
 
@@ -225,16 +210,16 @@ def load_task(
     rows: Rows = {}
     read: list[Path] = []
     for language, own in files.items():
-        if languages is None or language in ("", *languages) or source.tested:
+        if languages is None or language in ("", *languages) or source.grouped:
             for file in own:
                 read.append(file)
                 for key, items in _read(task, file, language, labelled).items():
                     rows.setdefault(key, []).extend(items)
-    if task.kind == "pairs" and len({len(items) for items in rows.values()}) > 1 and not source.tested:
+    if task.kind == "pairs" and len({len(items) for items in rows.values()}) > 1 and not source.grouped:
         rows = {
             key: [replace(item, row=None) for item in items if isinstance(item, Pair)] for key, items in rows.items()
         }
-    rows = _split(rows, source.tested, part) if source.tested else rows
+    rows = _split(rows, source.grouped, part) if source.grouped else rows
     return Part(rows if languages is None else {key: rows[key] for key in languages if key in rows}, tuple(read))
 
 
@@ -267,8 +252,7 @@ def task_folder(folder: str, data_dir: Path) -> Path | None:
 def texts(item: Item) -> Iterator[str]:
     """The sentences of an item, as they stand in it."""
     if isinstance(item, Pair):
-        yield item.first
-        yield item.second
+        yield from item.texts
     elif isinstance(item, Tagged):
         yield " ".join(item.words)
     else:
