@@ -112,17 +112,14 @@ def open_unpacked(path: Path) -> IO[bytes]:
     if path.suffix == ".gz":
         return cast(IO[bytes], gzip.open(path, "rb"))
     if path.suffix == ".zip":
-        archive = zipfile.ZipFile(path)
-        members = [one for one in archive.infolist() if not one.is_dir()]
-        if len(members) != 1:
-            archive.close()
-            raise RunError(f"{path} must hold one file, and holds {len(members)}")
-        if members[0].flag_bits & 1 or members[0].compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            archive.close()
-            raise RunError(f"{path}: encrypted, or packed in another way than is usual for .zip: decompress it first")
-        member = archive.open(members[0])
-        archive.close()  # the open member keeps the file until it is closed itself
-        return member
+        with zipfile.ZipFile(path) as archive:  # an open member keeps the file until it is closed itself
+            members = [one for one in archive.infolist() if not one.is_dir()]
+            if len(members) != 1:
+                raise RunError(f"{path} must hold one file, and holds {len(members)}")
+            if members[0].flag_bits & 1 or members[0].compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                told = "encrypted, or packed in another way than is usual for .zip"
+                raise RunError(f"{path}: {told}: decompress it first")
+            return archive.open(members[0])
     return open_named(path)
 
 

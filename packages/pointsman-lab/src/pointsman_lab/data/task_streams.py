@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pointsman._errors import RunError
 from pointsman_lab.data.vocabulary import IdArray
 
 PADDING = -1
@@ -92,8 +91,6 @@ class TaskStream:
     """
 
     def __init__(self, encoded: Encoded, batch_size: int, seed: int, device: torch.device | str = "cpu") -> None:
-        if batch_size < 1:
-            raise RunError(f"batch_size={batch_size}: allowed are whole numbers from 1")
         self.encoded = encoded
         self.batch_size = batch_size
         self.seed = seed

@@ -140,9 +140,7 @@ class Attention(nn.Module):
             key_mask = None
         each = bias is not None or (causal and length > 1 and (key_mask is not None or keys > length))
         if not each:
-            mask = None
-            if key_mask is not None:
-                mask = (key_mask | ~key_mask.any(1, keepdim=True))[:, None, None]
+            mask = None if key_mask is None else (key_mask | ~key_mask.any(1, keepdim=True))[:, None, None]
             below = causal and length > 1
             return _attended(query, key, value, mask, dropout, self.ranks, causal=below, grouped=grouped)
         mixed = []

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pointsman._errors import RunError
 from pointsman.control import set_top_k
+from pointsman.diagnostics.observe import evaluating
 from pointsman.layer import MoE
 from pointsman.routers.frame.router import Router
 from pointsman.routers.papers.loss_free import BiasedTopK
@@ -213,11 +214,8 @@ def difference(model: Decoder, theirs: Any, top_k: int) -> float:
     """The largest difference of the logits of random tokens, divided by their standard deviation."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.config.vocab_size, (1, TOKENS), generator=generator)
-    training = model.training
     device = next(model.parameters()).device
-    model.eval()
-    with set_top_k(model, top_k):
+    with evaluating(model), set_top_k(model, top_k):
         logits = model(tokens.to(device)).logits.float().cpu()
-    model.train(training)
     expected = theirs(tokens.to(theirs.device)).logits.float().cpu()
     return float((logits - expected).abs().max() / expected.std().clamp_min(1e-12))

@@ -202,18 +202,14 @@ def open_blocks(
     file = user_cache_folder() / "blocks" / f"{key}.npz"
     if (found := _read(file)) is not None:
         return found
-
-    def report(what: str, done: int) -> None:
-        if progress:
-            progress(f"{what} {kind}", done, 3)
-
-    report("reading", 0)
+    report = progress or (lambda what, done, total: None)
+    report(f"reading {kind}", 0, 3)
     text = read_text(spec, data_dir)
-    report("learning pieces of", 1)
+    report(f"learning pieces of {kind}", 1, 3)
     pieces = pieces or learn_pieces(text, size, exponent=exponent)
-    report("packing", 2)
+    report(f"packing {kind}", 2, 3)
     packed = pack_text(text, pieces, length)
-    report("packing", 3)
+    report(f"packing {kind}", 3, 3)
     try:
         write_whole(file, _written(packed))
     except RunError as error:
