@@ -106,7 +106,8 @@ def read_pairs(file: Path, labels: Sequence[str] | None, language: str = "en") -
             raise RunError(f"{file}: line {number}: unknown label {row[2]!r}: {did_you_mean(row[2], labels)}")
         rows = found.setdefault(own, [])
         rows.append(Pair(row[0], row[1], row[2], len(rows)))
-    _check_some(list(found), file, "row")
+    if not found:
+        raise RunError(f"{file} has no row")
     return found
 
 
@@ -165,20 +166,16 @@ def read_questions(file: Path, *, answered: bool = True) -> list[Question]:
             for paragraph in article["paragraphs"]
             for item in paragraph["qas"]
         ]
+    except RunError:
+        raise
     except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, RunError):
-            raise
         raise RunError(f"{file}: not in SQuAD's form ({_reason(error)})") from None
-    _check_some(questions, file, "question")
+    if not questions:
+        raise RunError(f"{file} has no question")
     for name, times in Counter(question.id for question in questions).items():
         if times > 1:
             raise RunError(f"{file}: {times} questions have the id {name!r}: predictions are told apart by their ids")
     return questions
-
-
-def _check_some(items: Sequence[object], file: Path, what: str) -> None:
-    if not items:
-        raise RunError(f"{file} has no {what}")
 
 
 def _reason(error: Exception) -> str:
