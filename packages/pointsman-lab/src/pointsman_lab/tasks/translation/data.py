@@ -86,25 +86,36 @@ def open_parallel(spec: str) -> ParallelText:
     sources = [language for language in parse_languages(f"data {spec!r}", chosen["from"]) if language]
     if not root.is_dir():
         raise RunError(f"there is no folder {root}")
+    target = chosen["to"]
     if name == "wmt":
-        return _wmt(root, sources, chosen["to"])
-    if not sources or chosen["to"] in sources:
-        raise RunError(f"data {spec!r}: from={chosen['from']} to={chosen['to']}: name other languages than the target")
-    stems = {"train": "train", "valid": "val", "test": _test_stem(root, chosen["to"])}
-    parts = {
-        part: {language: _pairs(root, stem, language, chosen["to"], part) for language in sources}
-        for part, stem in stems.items()
-    }
-    return ParallelText(f"{_name(root)}:from={'+'.join(sources)}:to={chosen['to']}", chosen["to"], parts)
+        stems = _wmt_stems(root, sources, target)
+    elif not sources or target in sources:
+        raise RunError(f"data {spec!r}: from={chosen['from']} to={target}: name other languages than the target")
+    else:
+        alike = {"train": "train", "valid": "val", "test": _test_stem(root, target)}
+        stems = dict.fromkeys(sources, alike)
+    parts: dict[str, dict[str, Pairs]] = {"train": {}, "valid": {}, "test": {}}
+    notes: dict[str, str] = {}
+    for language, own in stems.items():
+        for part, of in parts.items():
+            lines = _pairs(root, own[part], language, target, part, whole=name != "wmt" or part != "train")
+            of[language] = kept = tuple(pair for pair in lines if all(pair))
+            if len(kept) < len(lines):
+                notes[language] = f"{len(lines) - len(kept):,} training pairs with an empty side left out, "
+        if name == "wmt":
+            notes[language] = f"{notes.get(language, '')}test {own['test']}"
+    folder = os.path.basename(os.path.abspath(root))  # also of "." and ".."
+    return ParallelText(f"{folder}:from={'+'.join(stems)}:to={target}", target, parts, notes)
 
 
 _WMT = re.compile(
     r"(?P<stem>train|valid|dev|(?:news)?test[^.]*)[.](?P<one>[a-z]+)-(?P<other>[a-z]+)[.](?P<side>[a-z]+)"
 )
+_NAMES = {"train": "train.{0}-{1}.{0}", "valid": "valid.{0}-{1}.{0}", "test": "newstest2014.{0}-{1}.{0}"}
 
 
-def _wmt(root: Path, sources: list[str], target: str) -> ParallelText:
-    """A bitext of its own for each source language; all that lie there where none is named."""
+def _wmt_stems(root: Path, sources: list[str], target: str) -> dict[str, dict[str, str]]:
+    """Source language -> part -> stem of its own files; all languages that lie there where none is named."""
     stems: dict[str, dict[str, str]] = {}
     for file in sorted(root.iterdir()):
         match = _WMT.fullmatch(file.name.removesuffix(".gz"))
@@ -115,31 +126,15 @@ def _wmt(root: Path, sources: list[str], target: str) -> ParallelText:
             if part in own:
                 raise RunError(f"{root}: {match['side']} has two {part} parts, {own[part]} and {stem}: leave one there")
             own[part] = stem
-    sources = sources or sorted(stems)
-    parts: dict[str, dict[str, Pairs]] = {"train": {}, "valid": {}, "test": {}}
-    notes: dict[str, str] = {}
-    for language in sources:
-        for part, of in parts.items():
-            if part not in stems.get(language, {}):
-                raise RunError(
-                    f"{root} has no {part} part of {language} into {target}: {_NAMES[part].format(language, target)} "
-                    "is expected"
-                )
-            lines = _pairs(root, stems[language][part], language, target, part, whole=part != "train")
-            of[language] = kept = tuple(pair for pair in lines if all(pair))
-            if len(kept) < len(lines):
-                notes[language] = f"{len(lines) - len(kept):,} training pairs with an empty side left out, "
-        notes[language] = f"{notes.get(language, '')}test {stems[language]['test']}"
-    if not sources:
+    found = {language: stems.get(language, {}) for language in sources or sorted(stems)}
+    if not found:
         raise RunError(f"{root} has no text into {target}: {_NAMES['train'].format('fr', target)} is expected")
-    return ParallelText(f"{_name(root)}:from={'+'.join(sources)}:to={target}", target, parts, notes)
-
-
-_NAMES = {"train": "train.{0}-{1}.{0}", "valid": "valid.{0}-{1}.{0}", "test": "newstest2014.{0}-{1}.{0}"}
-
-
-def _name(folder: Path) -> str:
-    return os.path.basename(os.path.abspath(folder))  # also of "." and ".."
+    for language, own in found.items():
+        for part, name in _NAMES.items():
+            if part not in own:
+                expected = name.format(language, target)
+                raise RunError(f"{root} has no {part} part of {language} into {target}: {expected} is expected")
+    return found
 
 
 def _test_stem(root: Path, language: str) -> str:
