@@ -23,6 +23,8 @@ from pointsman.recording import record_routing
 from pointsman.routing import Routing
 
 FORMAT = 1
+Routings = Mapping[str, Routing]
+"""Layer -> its routing."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class _OtherModel:
         self.model, self.read = model, read
         self.diagnostics = Diagnostics("entropy", "load", "collapse")
         self.change = {name: Fluctuation() for name in num_experts}
-        self.records: dict[str, Routing] = {}
+        self.records: Routings = {}
 
     def update(self, batch: Batch) -> None:
         with self.diagnostics.observe(self.model, batch.ids, batch.mask) as self.records:
@@ -188,12 +190,7 @@ def diagnose(
     return result
 
 
-def _compare(
-    into: Mapping[str, Fluctuation],
-    one: Mapping[str, Routing],
-    two: Mapping[str, Routing],
-    masks: Mapping[str, Tensor | None],
-) -> None:
+def _compare(into: Mapping[str, Fluctuation], one: Routings, two: Routings, masks: Mapping[str, Tensor | None]) -> None:
     for name in one.keys() & two.keys():
         into[name].update(one[name], two[name], masks.get(name))
 

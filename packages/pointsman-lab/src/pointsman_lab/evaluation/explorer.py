@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pointsman.diagnostics.base import first_choice
 from pointsman.ops.selection import members
-from pointsman.routing import Routing
+from pointsman_lab.evaluation.diagnose import Routings
 from pointsman_lab.runs.paths import EXPLORER_FORMAT
 
 TOKENS_PER_EXPERT = 10
@@ -23,11 +23,7 @@ LEVELS = 127  # of the square root of a probability: the error is at most 0.008,
 
 
 def pack(
-    routings: Mapping[int, Mapping[str, Routing]],
-    tokens: Sequence[str],
-    inputs: Mapping[str, Tensor],
-    top_k: int,
-    points: int,
+    routings: Mapping[int, Routings], tokens: Sequence[str], inputs: Mapping[str, Tensor], top_k: int, points: int
 ) -> dict[str, Any]:
     """The routing of T tokens for every k and layer (k -> layer -> routing) in a compact form, and a 2-D map of some.
 

@@ -15,10 +15,12 @@ from pointsman_lab.runs.record import read_run
 WINDOW = 100  # batches, as in the paper
 
 
-def gathered_loads(
-    rows: Iterable[Mapping[str, Any]], window: int = WINDOW
-) -> dict[str, list[tuple[int, torch.Tensor]]]:
-    """Loads over training from a run's rows of metrics.jsonl: layer -> [(last step, tokens of each expert [E])].
+Rows = Iterable[Mapping[str, Any]]
+"""Of metrics.jsonl."""
+
+
+def gathered_loads(rows: Rows, window: int = WINDOW) -> dict[str, list[tuple[int, torch.Tensor]]]:
+    """Loads over training from a run's rows: layer -> [(last step, tokens of each expert [E])].
 
     Rows are summed over windows of at least `window` batches; an incomplete last window is dropped.
     """
@@ -38,13 +40,10 @@ def gathered_loads(
     return done
 
 
-def consistency_over_training(
-    runs: Sequence[Iterable[Mapping[str, Any]]], window: int = WINDOW
-) -> dict[str, list[dict[str, Any]]]:
+def consistency_over_training(runs: Sequence[Rows], window: int = WINDOW) -> dict[str, list[dict[str, Any]]]:
     """IC at every window of training: layer -> [{"step", "runs", "with_diagonal", "without_diagonal"}].
 
-    Args:
-        runs: the rows of metrics.jsonl of each run. Only steps and layers that occur in all runs are compared.
+    Only steps and layers that occur in all runs are compared.
     """
     each = [{layer: dict(loads) for layer, loads in gathered_loads(rows, window).items()} for rows in runs]
     found: dict[str, list[dict[str, Any]]] = {}

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from pointsman._errors import needing
 
 Numbers = NDArray[np.float64]
+Errors = Mapping[str, Sequence[float]]
+"""Corruption -> error (0 to 1) at each severity."""
 
 ALEXNET: Mapping[str, float] = {
     "gaussian_noise": 0.886428, "shot_noise": 0.894468, "impulse_noise": 0.922640, "defocus_blur": 0.819880,
@@ -27,17 +29,11 @@ ALEXNET_CLEAN = 0.435
 """Its error on ImageNet's validation images (Hendrycks and Dietterich 2019, Table 1)."""
 
 
-def corruption_error(
-    errors: Mapping[str, Sequence[float]],
-    reference: Mapping[str, Sequence[float]],
-    clean: float = 0.0,
-    reference_clean: float = 0.0,
-) -> float | None:
+def corruption_error(errors: Errors, reference: Errors, clean: float = 0, reference_clean: float = 0) -> float | None:
     """mCE: the mean over corruptions of (sum of errors over severities) / (that of the reference).
 
     Args:
-        errors: corruption -> error (0 to 1) at each severity.
-        reference: the same of the reference model, or one mean error a corruption.
+        reference: the errors of the reference model, or one mean error a corruption.
         clean, reference_clean: for relative mCE, which is of the rise of each error over these.
 
     Returns:
