@@ -18,6 +18,7 @@ from pointsman._errors import RunError
 from pointsman_lab.data.vocabulary import IdArray
 
 Ints = NDArray[np.signedinteger[Any]]
+Device = torch.device | str
 
 IGNORE = -100
 """The target of positions without one: the default `ignore_index` of `torch.nn.functional.cross_entropy`."""
@@ -41,9 +42,7 @@ class BatchStream:
         RunError: fewer than B T + 1 tokens.
     """
 
-    def __init__(
-        self, tokens: IdArray, batch_size: int, segment_length: int, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, tokens: IdArray, batch_size: int, segment_length: int, device: Device = "cpu") -> None:
         _check_positive(batch_size, segment_length)
         need = batch_size * segment_length + 1
         if len(tokens) < need:
@@ -95,12 +94,7 @@ class EvalStream:
     """
 
     def __init__(
-        self,
-        tokens: IdArray,
-        batch_size: int,
-        segment_length: int,
-        device: torch.device | str = "cpu",
-        budget: int | None = None,
+        self, tokens: IdArray, batch_size: int, segment_length: int, device: Device = "cpu", budget: int | None = None
     ) -> None:
         _check_positive(batch_size, segment_length)
         targets = len(tokens) - 1
@@ -119,7 +113,7 @@ class EvalStream:
         self._read(tokens, row * length + np.minimum(row, longer), lengths, segment_length, device)
 
     @classmethod
-    def of_rows(cls, rows: Sequence[IdArray], segment_length: int, device: torch.device | str = "cpu") -> EvalStream:
+    def of_rows(cls, rows: Sequence[IdArray], segment_length: int, device: Device = "cpu") -> EvalStream:
         """A stream with one row per text of at least two ids; all tokens except a text's first are targets."""
         _check_positive(len(rows), segment_length)
         stream = cls.__new__(cls)
@@ -127,9 +121,7 @@ class EvalStream:
         stream._read(np.concatenate(list(rows)), np.cumsum(sizes) - sizes, sizes - 1, segment_length, device)
         return stream
 
-    def _read(
-        self, tokens: IdArray, starts: Ints, lengths: Ints, segment_length: int, device: torch.device | str
-    ) -> None:
+    def _read(self, tokens: IdArray, starts: Ints, lengths: Ints, segment_length: int, device: Device) -> None:
         """Row r has `lengths[r]` targets after the token at `starts[r]`."""
         self._tokens, self._starts, self._lengths, self._device = tokens, starts, lengths, torch.device(device)
         self.rows, self.segment_length, self.num_tokens = len(lengths), segment_length, int(lengths.sum())

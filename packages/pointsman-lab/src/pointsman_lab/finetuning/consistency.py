@@ -14,7 +14,6 @@ from pointsman_lab.runs.record import read_run
 
 WINDOW = 100  # batches, as in the paper
 
-
 Rows = Iterable[Mapping[str, Any]]
 """Of metrics.jsonl."""
 

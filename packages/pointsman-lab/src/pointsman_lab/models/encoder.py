@@ -22,7 +22,6 @@ from pointsman_lab.models.blocks import LayerContext, Norm
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.models.embedding import linear_cross_entropy
 from pointsman_lab.models.initial import initialize, seeded
-from pointsman_lab.models.memory import Memory
 from pointsman_lab.models.stack import Stack
 
 BUCKETS, FARTHEST = 32, 128  # of T5's relative positions (torchscale: --rel-pos-buckets 32 --max-rel-pos 128)
@@ -81,12 +80,7 @@ class Encoder(Stack[EncoderConfig]):
         initialize(self, config.seed, config.init_std)
 
     def encode(
-        self,
-        tokens: Tensor,
-        memory: Memory | None = None,
-        *,
-        memory_length: int = 0,
-        padding_mask: Tensor | None = None,
+        self, tokens: Tensor, memory: object = None, *, memory_length: int = 0, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
         """The last hidden states [B, T, dim]; an encoder has no memory.
 
