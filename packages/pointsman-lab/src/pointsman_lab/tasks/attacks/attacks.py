@@ -120,7 +120,8 @@ def run_attacks(values: argparse.Namespace, device: str) -> int:
             record = _held(file, about)
             if not record and file.exists():
                 display.note(f"{file} is made anew: its weights, text or settings were others")
-            if left := [attack for attack in attacks if attack.to_dict() not in _attacks(record)]:
+            had = record.get("asked", {}).get("attacks", [])
+            if left := [attack for attack in attacks if attack.to_dict() not in had]:
                 new = run_under_attack(run, left, how=how, data_progress=display.data, **asked)
                 record = _with(_held(file, about), new, about, left)  # what others have added meanwhile stays
                 write_whole(file, json.dumps(record, indent=2) + "\n")
@@ -146,16 +147,11 @@ def _held(file: Path, about: Mapping[str, Any]) -> dict[str, Any]:
     return record if asked == about else {}
 
 
-def _attacks(record: Mapping[str, Any]) -> list[Any]:
-    """The attacks that a record has."""
-    return list(record["asked"]["attacks"]) if record else []
-
-
 def _with(
     record: Mapping[str, Any], new: Mapping[str, Any], about: Mapping[str, Any], attacks: Sequence[Attack]
 ) -> dict[str, Any]:
     """A record with what `run_under_attack` found for these attacks, where it has not got it."""
-    had = _attacks(record)
+    had = record.get("asked", {}).get("attacks", [])
     own = [attack.to_dict() for attack in attacks if attack.to_dict() not in had]
 
     def is_new(row: Mapping[str, Any]) -> bool:
