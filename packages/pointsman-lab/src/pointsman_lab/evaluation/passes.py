@@ -20,37 +20,6 @@ from pointsman.recording import record_routing
 from pointsman.routing import Routing, RoutingContext
 from pointsman_lab.progress import Progress, Quiet, Stop, check_stop
 
-
-class RoutingSummary:
-    """Entropy, load and experts a token of every router, streamed."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.mixed = {name: router.mix is not None for name, router in named_routers(model)}
-        self.diagnostics = Diagnostics("entropy", "load")
-        self.mask: Tensor | None = None  # [tokens], True where a token counts
-
-    def watch(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return record_routing(model, self._take) if self.mixed else nullcontext()
-
-    def _take(self, name: str, routing: Routing, context: RoutingContext | None) -> None:
-        self.diagnostics.update(name, routing, self.mask)
-
-    def gather(self, ranks: Ranks) -> None:
-        if ranks.count > 1:
-            self.diagnostics = self.diagnostics.gather(ranks.group)
-
-    def result(self) -> dict[str, dict[str, Any]]:
-        results = {}
-        for name, found in self.diagnostics.result().items():
-            entropy, load = found["entropy"], found["load"]
-            results[name] = {"entropy": entropy["mean"], "entropy_std": entropy["std"], "load": load["share"]}
-            if load["tokens"]:
-                results[name]["experts_per_token"] = load["assignments"] / load["tokens"]
-            if self.mixed[name]:
-                results[name]["mixed_entropy"] = entropy["mixed_mean"]
-        return results
-
-
 T = TypeVar("T")
 
 
@@ -133,12 +102,14 @@ PLAIN = EvaluationContext()
 
 
 class Pass:
-    """One pass over the data at one k."""
+    """One pass over the data at one k, and in a final evaluation entropy, load and experts a token of every router."""
 
     def __init__(self, model: Any, k: int | None, how: EvaluationContext, ranks: Ranks, first: int, count: int) -> None:
         self.model, self.how, self.ranks = model, how, ranks
         self.top_k: int = k or model.config.num_experts
-        self.summary = RoutingSummary(model) if how.final else None
+        self._mixed = {name: router.mix is not None for name, router in named_routers(model)} if how.final else {}
+        self._diagnostics = Diagnostics("entropy", "load")
+        self._mask: Tensor | None = None  # [tokens], True where a token counts
         self._done, self._count, self._end = first, count, first + count
 
     def read(self, batches: Iterable[T], each: int = 1) -> Iterator[T]:
@@ -155,10 +126,24 @@ class Pass:
 
     def watch(self, mask: Tensor | None = None) -> AbstractContextManager[Any]:
         """Inside, what the routers do is gathered; `mask` [tokens] is False where a token does not count."""
-        if self.summary is None:
-            return nullcontext()
-        self.summary.mask = mask
-        return self.summary.watch(self.model)
+        self._mask = mask
+        return record_routing(self.model, self._take) if self._mixed else nullcontext()
+
+    def _take(self, name: str, routing: Routing, context: RoutingContext | None) -> None:
+        self._diagnostics.update(name, routing, self._mask)
+
+    def routers(self) -> dict[str, dict[str, Any]]:
+        """What the routers of all ranks did: {layer: {"entropy", "entropy_std", "load", …}}."""
+        gathered = self._diagnostics.gather(self.ranks.group) if self.ranks.count > 1 else self._diagnostics
+        results = {}
+        for name, found in gathered.result().items():
+            entropy, load = found["entropy"], found["load"]
+            results[name] = {"entropy": entropy["mean"], "entropy_std": entropy["std"], "load": load["share"]}
+            if load["tokens"]:
+                results[name]["experts_per_token"] = load["assignments"] / load["tokens"]
+            if self._mixed[name]:
+                results[name]["mixed_entropy"] = entropy["mixed_mean"]
+        return results
 
     @contextmanager
     def forward(self, mask: Tensor | None = None, *, counts: bool = True) -> Iterator[None]:
@@ -184,7 +169,7 @@ def evaluated(
     k and its mode are as before afterwards.
 
     Returns:
-        For each k: {"split", "top_k", figures, "routers": what `RoutingSummary` has, of a final evaluation}.
+        For each k: {"split", "top_k", figures, "routers": what `Pass.routers` has, of a final evaluation}.
 
     Raises:
         Stopped: `how.stop` was set.
@@ -196,10 +181,7 @@ def evaluated(
         one = Pass(model, k, how, ranks, index * batches, batches)
         with evaluating(model, seed), set_top_k(model, k) if k else nullcontext():
             result = {"split": split, "top_k": one.top_k, **one_pass(one)}
-        if one.summary:
-            one.summary.gather(ranks)
-            result["routers"] = one.summary.result()
-        results.append(result)
+        results.append({**result, "routers": one.routers()} if how.final else result)
     return results
 
 

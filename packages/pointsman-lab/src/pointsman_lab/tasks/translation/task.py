@@ -160,7 +160,7 @@ class Translation(Task):
                 for start in one.read(range(0, len(order), batch_size)):
                     places = order[start : start + batch_size]
                     source = padded([sources[place] for place in places]).to(device)
-                    if one.summary:
+                    if context.final:
                         with one.forward((source >= 0).reshape(-1)):
                             model.encode(source)
                     with one.forward(counts=False):
