@@ -38,6 +38,21 @@ def test_float64_and_mixed_dtypes_take_the_plain_path(
     problem(dtype=torch.float32).check(lambda case: run(case, PLAIN))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("kernels", [None, PLAIN])
+def test_a_trace_that_would_keep_the_choice_of_its_example_is_refused(
+    problem: Callable[..., Any], kernels: Kernels | None
+) -> None:
+    case = problem()
+
+    def traced(hidden: Tensor) -> Tensor:
+        case.hidden = hidden
+        return run(case, kernels)
+
+    with pytest.raises(ValueError, match=r"use torch\.export"):
+        torch.jit.trace(traced, case.hidden.detach())
+
+
 @pytest.mark.parametrize("kernels", [None, PLAIN])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_casts_hidden_and_weights(

@@ -29,6 +29,8 @@ def apply_experts(
         parameters = parameters.map(lambda tensor: tensor.to(dtype))
         with torch.autocast(hidden.device.type, enabled=False):
             return apply_experts(hidden.to(dtype), routing, parameters, activation, dropout)
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        raise ValueError("torch.jit.trace would keep the experts that its example chose: use torch.export")
     weight, token, expert = routing.assignments
     if token is None and expert.shape[0] != hidden.shape[0]:
         raise ValueError(f"the routing is of {len(expert)} tokens, the hidden states are of {len(hidden)}")
@@ -58,7 +60,7 @@ def _path(hidden: Tensor, parameters: ExpertParameters, expert: Tensor) -> str:
     if plain_wanted() or transformed() or not (exporting() or expert.numel()):  # an export may not ask for it
         return "plain"
     kind, dtype = hidden.device.type, hidden.dtype
-    if dtype not in _DTYPES.get(kind, set()):
+    if dtype not in {"cpu": function.DTYPES, "cuda": grouped_mm.DTYPES}.get(kind, set()):
         return "plain"
     known: set[type] = {Tensor, Parameter}
     if exporting():
@@ -71,9 +73,6 @@ def _path(hidden: Tensor, parameters: ExpertParameters, expert: Tensor) -> str:
     if kind == "cuda" and dtype == torch.bfloat16 and len(parameters.w_in) >= grouped_mm.MOST_GROUPS:
         return "plain"
     return kind
-
-
-_DTYPES = {"cpu": function.DTYPES, "cuda": grouped_mm.DTYPES}
 
 
 def _each_contiguous(tensor: Tensor) -> Tensor:
