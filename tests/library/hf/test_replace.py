@@ -110,6 +110,14 @@ def test_a_model_over_several_devices_gets_routers_and_plain_gates(name: str, re
     assert torch.equal(logits(hf.materialize(model)), trained)
 
 
+@pytest.mark.parametrize("spec", ["xmoe+similarity", "frozen-temperature", "hyperrouter"])
+def test_weights_that_accelerate_offloads_are_there_when_they_are_read(spec: str) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = hf.replace_routers(zoo.tiny_model("mixtral"), spec)
+    before = logits(model)
+    assert torch.equal(logits(accelerate.cpu_offload(model, "cpu")), before)
+
+
 @pytest.mark.parametrize("spec", [*PRESERVING, "xmoe", "xmoe-torchscale", "frozen-scaled"])
 def test_router_matters_and_survives_a_checkpoint(five: str, spec: str, tmp_path: Path) -> None:
     model = spread(zoo.tiny_model(five))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from pointsman.routers.papers.hash import TableScorer
 from pointsman.routers.papers.hyper import HyperScorer
 from pointsman.routers.papers.smoe_dropout import FrozenLinearScorer
 from pointsman.routers.papers.topk import LinearScorer
-from pointsman.routers.papers.xmoe import TEMPERATURE_FLOOR, TemperatureGate
+from pointsman.routers.papers.xmoe import TemperatureGate
 from pointsman.routing import RoutingContext
 
 CAPACITY = ("capacity", "eval_capacity", "capacity_order", "capacity_scope", "capacity_unit")
@@ -124,8 +124,7 @@ class TemperatureScorer(Scorer):
         self.needs_step_end = score.needs_step_end
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
-        scores: Tensor = self.score(hidden, context)
-        return scores / self.gate.temperature.to(scores.dtype).clamp_min(TEMPERATURE_FLOOR)
+        return cast(Tensor, self.gate(self.score(hidden, context), squash=False))  # called: accelerate may offload it
 
     def step_end(self) -> None:
         self.score.step_end()

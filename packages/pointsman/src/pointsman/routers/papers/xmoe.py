@@ -72,8 +72,10 @@ class TemperatureGate(Normalizer):
         self.gives = frozenset({"positive", "share"} | ({"distribution"} if gate == "softmax" else set()))
         self.temperature = nn.Parameter(torch.tensor(temperature))
 
-    def forward(self, logits: Tensor) -> Tensor:
+    def forward(self, logits: Tensor, squash: bool = True) -> Tensor:
         scaled = logits.clamp_min(LEAST) / self.temperature.to(logits.dtype).clamp_min(TEMPERATURE_FLOOR)
+        if not squash:
+            return scaled
         return torch.sigmoid(scaled) if self.gate == "sigmoid" else torch.softmax(scaled, -1)
 
     @torch.no_grad()
