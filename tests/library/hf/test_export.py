@@ -1,4 +1,4 @@
-"""torch.export of Hugging Face models with our experts, and with our routers."""
+"""torch.export of Hugging Face models with our experts, and with our routers; of a layer with a mixer and padding."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch.export import Dim, export
 
 import pointsman.hf as hf
+from pointsman import MoE, RoutingContext
 from tests.library.hf import zoo
 
 
@@ -28,3 +29,21 @@ def test_an_exported_model_gives_what_the_model_gives(name: str, spec: str | Non
     given = ids(13)
     with torch.no_grad():
         torch.testing.assert_close(program.module()(**given).logits, model(**given).logits)
+
+
+def test_a_mixer_with_padding_exports_for_every_batch() -> None:
+    layer = MoE(8, 8, 4, router="smoe+similarity").eval()
+
+    class Masked(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = layer(hidden, RoutingContext(padding_mask=mask))
+            return output
+
+    def given(batch: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(batch, tokens, 8), torch.rand(batch, tokens) > 0.3
+
+    shapes = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
+    program = export(Masked(), given(3, 5), dynamic_shapes=(shapes, shapes)).module()
+    other = given(4, 7)
+    with torch.no_grad():
+        torch.testing.assert_close(program(*other), Masked()(*other))

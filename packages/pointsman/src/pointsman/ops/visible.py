@@ -95,7 +95,7 @@ class Visible(NamedTuple):
                 scores[..., own.start :] += _later(scores, own.start)
             return scores
         later = torch.ones(rows, keys - own.start, dtype=torch.bool, device=scores.device).triu_(1)
-        hidden = torch.zeros(len(scores), rows, keys, dtype=torch.bool, device=scores.device)
+        hidden = torch.zeros(scores.shape[0], rows, keys, dtype=torch.bool, device=scores.device)
         if self.causal:
             hidden[:, :, own.start :] = later
         if self.real is not None:
