@@ -8,8 +8,6 @@ Needs `pip install 'pointsman[hf,report]'` and enwik8 (docs/data.md). `train` ta
 minutes of one CPU core.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

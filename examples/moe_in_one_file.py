@@ -16,8 +16,6 @@ Shapes: B sequences of T tokens, N = B * T tokens, E experts, k chosen experts, 
 The library pointsman does the same faster, with about thirty routers; a test holds this file equal to it.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 

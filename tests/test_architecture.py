@@ -1,7 +1,5 @@
 """The library never imports the laboratory; within each, rooms and files import downward only, in no circle."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Callable, Iterator, Mapping

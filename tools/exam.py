@@ -4,8 +4,6 @@ python -m tools.exam run DIR [RECORD]   # goes on with DIR, or from what the fil
 python -m tools.exam page DIR           # writes record and page from DIR
 """
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

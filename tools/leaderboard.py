@@ -7,8 +7,6 @@ An entry brings code: check it where there are no secrets. The same bits are ask
 (commit, versions, processor, threads), else figures within the track's tolerance and a log that begins alike.
 """
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import random

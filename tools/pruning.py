@@ -4,8 +4,6 @@ python -m tools.pruning run FOLDER     # trains the models of FOLDER that are mi
 python -m tools.pruning page           # docs/pruning.md from the record
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

@@ -10,8 +10,6 @@ own route, or on the others, would then be found where it was looked for. So a m
 comparison's first row without a router, of the same seed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -5,8 +5,6 @@ goes to DIR/STAGE.json as soon as it is known; a short table of all stages comes
 run with small sizes, whose figures mean nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The stages of `benchmarks/gpu`, each a function that records figures as it finds them."""
 
-from __future__ import annotations
-
 import json
 import platform
 import statistics

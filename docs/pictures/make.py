@@ -7,8 +7,6 @@
 Needs selenium, chromium and chromedriver.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Campaigns of random programs: `make campaign`, or `python tests/campaigns --help`."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

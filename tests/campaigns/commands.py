@@ -5,8 +5,6 @@ settings come from their registries. Values are good and hostile. A program is s
 run, a comparison, a model and odd files. Training stops before its first step, but for one line in twenty.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -7,8 +7,6 @@ one line. Then the oddity is undone, and each command runs alone: every weight, 
 that never had company, no temporary file is left, and what the second links lead to is as it was.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat

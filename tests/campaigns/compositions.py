@@ -4,8 +4,6 @@ The contract has every k, causality, batch invariance, padding, empty batches, b
 replay; here come large inputs and, for some specs, compilation. What is refused must be refused in one line.
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections import Counter

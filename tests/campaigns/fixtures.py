@@ -1,7 +1,5 @@
 """What campaigns start from: the smallest run, comparison, fine-tuning, Hugging Face model and files."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import io

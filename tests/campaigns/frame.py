@@ -4,8 +4,6 @@ A campaign draws programs, lists of JSON values, from `Random(seed/number)` and 
 give the same program on any machine, so that a failure can be had again by its seed, or by the program that is printed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -6,8 +6,6 @@ an operation on, a limit on the size of files. After each, no checkpoint is torn
 command runs to its end: every weight, row and result equals that of the unbroken run, and no temporary file is left.
 """
 
-from __future__ import annotations
-
 import builtins
 import errno
 import hashlib

@@ -5,8 +5,6 @@ that `watched` names, whoever opens. What is written relative to an open folder 
 the folders' content before and after.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import struct

@@ -3,8 +3,6 @@
 Written from the papers' equations (docs/routers), with none of the library's code. Autograd gives the gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

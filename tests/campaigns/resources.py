@@ -4,8 +4,6 @@ A program does one kind of work again and again. After half of it, to warm up, m
 end, each time after garbage was collected and free pages were handed back.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -4,8 +4,6 @@ Every step starts from the layers' own weights, so that no rounding adds up: wha
 gradients (also those added up over several), and the weights after an optimizer's step.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import threading

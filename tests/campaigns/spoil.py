@@ -4,8 +4,6 @@ Each is given a file below `…/stranger/FAMILY`, a generator, and a folder `…
 the stranger's in `mine/copy`; it returns whether what the folder then names may be read.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -8,8 +8,6 @@ Of damage, `verify` says more: what it calls whole no command refuses; what is r
 from a damaged checkpoint is what a whole one gives, the last or one before it.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

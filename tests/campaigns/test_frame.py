@@ -1,7 +1,5 @@
 """The frame of the campaigns: failures are found, shrunk and told; crashes and hangs are failures."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Files written whole or not at all, JSON read back, and folders held by one process."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

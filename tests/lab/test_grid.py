@@ -1,7 +1,5 @@
 """A grid in each of its forms, against the form written by hand."""
 
-from __future__ import annotations
-
 from pointsman_lab._grid import Grid, escape_latex
 
 GRID = Grid(["router", "k=1", "seeds"], [["a|b_1", "1.5 ± 0.1", "2"], ["c", "2.0", "-"]], {(0, 1)}, "50 % of it")

@@ -1,7 +1,5 @@
 """`add_losses`: live values, once each, scaled with the main loss; the warnings where losses are lost or unscaled."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

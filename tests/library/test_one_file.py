@@ -1,7 +1,5 @@
 """`examples/moe_in_one_file.py` is the library's layer: outputs, losses, gradients and what a step changes."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every loop on the page "Your own training loop", run as it is printed, against a float64 loop that adds by hand."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """replay_routing: gradients, what is refused, and what is restored."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """upcycle: MoE layers that compute what feed-forward layers of one's own did."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

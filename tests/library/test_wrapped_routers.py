@@ -1,7 +1,5 @@
 """A router inside what other libraries wrap modules in (PEFT, torch.compile, checkpoint wrappers) is one router."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

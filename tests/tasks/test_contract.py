@@ -1,7 +1,5 @@
 """Every registered task keeps the contract of `pointsman_lab.testing`."""
 
-from __future__ import annotations
-
 import gzip
 import random
 from collections.abc import Callable

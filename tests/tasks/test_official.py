@@ -4,8 +4,6 @@ The scorers are fetched, never copied: POINTSMAN_ORIGINALS=github, or a folder o
 files' form is tested alone.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """The table of originals: rows agree to rounding, the page has them all, and what cannot be fetched says so."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -1,7 +1,5 @@
 """The exam's page: rank correlation against scipy, and sentences that follow from figures."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The leaderboard: an entry is trained again; one that was tampered with is refused, its checksum made anew or not."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

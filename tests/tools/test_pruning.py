@@ -1,7 +1,5 @@
 """The list of all prunings against smaller models that are really made, and the page."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Every route of equal cost: exact losses, refusals, and groups of tokens that another model sorts."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import combinations

@@ -14,8 +14,6 @@ GPU (--device cuda) instead: gpu, 32768 tokens x 1024 and 2048, twice and four t
 experts, k 2 and 8, in bf16.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

@@ -7,8 +7,6 @@ which would hide the mixers; `--output` adds one of 267,735 words and takes the 
 `--out FILE` keeps the seconds of every turn; OMP_NUM_THREADS=1 for the processor time of one thread.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -11,8 +11,6 @@ place, as transformers' run_mlm; timm's VisionTransformer with fused AdamW, as o
 its `generate`, and by a bare loop of forwards with its cache, which does less.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The most memory that tensors take during a call, as PyTorch's allocator counts it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import accumulate
 

@@ -3,8 +3,6 @@
 Peers use their own routers. All experts do the same work: ReLU, no biases.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Training steps of HyperRouter's small Transformer-XL: a stage of `benchmarks/gpu`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,6 @@ A rate is the median over rounds, a ratio the median of the ratios round by roun
 the clock is this process's processor time, so that other programs on the machine matter little.
 """
 
-from __future__ import annotations
-
 import math
 import platform
 import statistics

@@ -1,7 +1,5 @@
 """`python -m tools.conformance [--originals FOLDER] [--only TEXT] [--write PAGE]`."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import textwrap

@@ -1,7 +1,5 @@
 """Originals as Python objects, computing in float64 wherever they ask for float32."""
 
-from __future__ import annotations
-
 import ast
 import math
 import subprocess

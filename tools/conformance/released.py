@@ -1,7 +1,5 @@
 """Rows against gates that authors of a router, or of a training library, released, and that run without a trainer."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The rows of the table: what each compares, as a function that gives (ours, the original's)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 python -m tools.results [RECORDS PAGES]        # default: records docs/results; `make results`
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Container, Mapping, Sequence

@@ -63,8 +63,6 @@ One about the exam compares scores of the record that the package carries, in th
     expected = "more"
 """
 
-from __future__ import annotations
-
 import math
 import tomllib
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The comparisons of a folder of records, and the rows of them whose learning rates were chosen a second time."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping
 from dataclasses import replace
 from pathlib import Path

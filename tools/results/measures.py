@@ -1,7 +1,5 @@
 """What a claim or a trend measures of a row, one figure a seed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

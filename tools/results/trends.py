@@ -20,8 +20,6 @@ Where x is a setting of the rows, `curves` names every point:
     "with H" = [[1, "mixers", "smoe+attention"], [10, "mixers", "smoe+attention:sigma=10"]]
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 python tests/lab/checkpoints/compatibility.py --write
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import re

@@ -1,7 +1,5 @@
 """The audit of untouched models: its figures against plain computations, and what it keeps apart."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

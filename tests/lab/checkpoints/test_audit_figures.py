@@ -1,7 +1,5 @@
 """Figures of an audit on numbers small enough to compute by hand."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from types import SimpleNamespace

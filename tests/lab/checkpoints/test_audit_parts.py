@@ -1,7 +1,5 @@
 """The parts of an audit against plain computations, and faults that are planted."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Every MoE class in the installed transformers: supported, or refused with a reason; the page says the same."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Smaller models against the original with experts switched off, and what each method finds where it was planted."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """An audit of a model on a CUDA device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

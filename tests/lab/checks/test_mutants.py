@@ -1,7 +1,5 @@
 """Each public bug put back turns its own line of `check_trainer` red, and no other."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

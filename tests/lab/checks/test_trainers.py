@@ -1,7 +1,5 @@
 """The trainers and engines that are installed: what `check_trainer` finds of them."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """Freed memory that stays: counted in page faults, in a process of its own."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`pointsman audit` as a user runs it, on a tiny saved model."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -1,7 +1,5 @@
 """`pointsman check`: a verdict a line, exit code 1 where one does not hold, one line for a mistake."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

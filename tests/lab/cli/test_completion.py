@@ -1,7 +1,5 @@
 """The script of a shell's completion knows every command and flag."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """torch.export of the layer: the program runs on any number of tokens, also after saving and loading."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

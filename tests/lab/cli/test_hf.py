@@ -1,7 +1,5 @@
 """`pointsman hf`, and what commands for runs say of a Hugging Face folder."""
 
-from __future__ import annotations
-
 import errno
 import json
 import subprocess

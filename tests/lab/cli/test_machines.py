@@ -1,7 +1,5 @@
 """Machines that lack something: packages, permissions, the current folder; packages that lie in a zip file."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

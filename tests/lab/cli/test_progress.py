@@ -1,7 +1,5 @@
 """The live display: every line fits into the terminal."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

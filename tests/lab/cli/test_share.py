@@ -1,7 +1,5 @@
 """`pointsman share` and `pointsman open`: what goes along, what is moved, and what a stranger's file may not do."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """`pointsman trace` as a user types it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

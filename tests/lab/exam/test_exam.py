@@ -1,7 +1,5 @@
 """The exam: measures against sklearn, data from (task, seed, step), floors, scores, interruption."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

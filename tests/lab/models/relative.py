@@ -1,7 +1,5 @@
 """Attention with relative positions in float64, position by position."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Rows of a GPU's products are of whole 16 bytes: the same numbers, run here on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Language models with routers and experts that ask for more of a model: mixers, a state from below, base experts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -3,8 +3,6 @@
 The ranks of a number start once and serve all tests of this process: most of a test's time was their start.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What the ranks of the tests do: python worker.py RANK COUNT STORE, then lines [FUNCTION, ARGUMENTS] in JSON."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """Shared by the tests of the report."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

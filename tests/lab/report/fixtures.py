@@ -1,7 +1,5 @@
 """Well-formed run and comparison directories with invented figures: test data, never results."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The report of audits of Hugging Face models."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -1,7 +1,5 @@
 """The page driven in a real browser: switches, tooltips, explorer, keyboard; no console errors, no network requests."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

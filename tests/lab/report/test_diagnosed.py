@@ -1,7 +1,5 @@
 """What a diagnosis adds to the page."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Static figures: written in each format, the same bytes for the same data, clear when something is missing."""
 
-from __future__ import annotations
-
 import base64
 import builtins
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tables and pages of what is measured need no torch: `pointsman report` starts in a fraction of a second."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

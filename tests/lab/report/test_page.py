@@ -1,7 +1,5 @@
 """The page as a document: complete, escaped, and loading nothing from outside."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import math

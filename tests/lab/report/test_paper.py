@@ -1,7 +1,5 @@
 """Published figures, and ours beside them: each cell only where data, split, k and router agree."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

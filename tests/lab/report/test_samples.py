@@ -1,7 +1,5 @@
 """What explorer.json holds, against the model itself; maps; and how samples are cut to fit a page."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Whatever the shape of a file allows, the page shows; it reads nothing whose type the shape does not say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The comparison table against figures worked out by hand."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """Files of runs that somebody else made: small ones that ask for much, damaged ones, and what a terminal would obey."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

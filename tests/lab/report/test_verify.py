@@ -1,7 +1,5 @@
 """`verify`: 0 for what is whole; 1, and a line with its file for each fault; 2 for no folder of ours."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """record.jsonl: what it keeps is enough for tables and page, and it is refused when it is not whole."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What the campaigns of damage and kills have found (tests/campaigns): damaged files are refused by name."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

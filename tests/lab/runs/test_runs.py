@@ -1,7 +1,5 @@
 """The disk format: what is written comes back, torch is not needed, and a damaged end of a file loses one row."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Two traces compared: planted faults are named, noise is predicted, and nothing is said of equal ones."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Placements and caches on a recorded routing, against enumeration."""
 
-from __future__ import annotations
-
 from itertools import combinations
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A text, a corpus and settings small enough for a training run in a test."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

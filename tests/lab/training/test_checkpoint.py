@@ -1,7 +1,5 @@
 """Checkpoints: whole or not at all; damaged ones of every kind are refused by name, and the one before is used."""
 
-from __future__ import annotations
-
 import errno
 import json
 import pickle

@@ -1,7 +1,5 @@
 """`compare --tune`: choices, halving, and a comparison whose rows have settings of their own."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """A training step waits for no device: nothing in it needs a number on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

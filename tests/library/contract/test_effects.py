@@ -5,8 +5,6 @@ either refused or changes something that can be seen: the initial state, a routi
 state after some steps.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from dataclasses import replace

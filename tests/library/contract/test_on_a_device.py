@@ -1,7 +1,5 @@
 """Every router in a layer on a CUDA device: the numbers of a CPU, training in bfloat16, and the way back."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 A function that scores for several names, and one that chooses for several, stand here once.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from pointsman.routers.frame.registry import ROUTERS

@@ -1,7 +1,5 @@
 """Every router's routing goes through every diagnostic that reads routings, and all figures are finite."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

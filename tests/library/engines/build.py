@@ -1,7 +1,5 @@
 """Each engine's MoE layer with a router of ours, small, on a CPU; its experts' weights in the layout of our layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

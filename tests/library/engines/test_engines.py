@@ -1,7 +1,5 @@
 """Our routers in the engines' own MoE layers, on a CPU: where an engine is not installed its tests are skipped."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The engines' own parallelism over gloo, with our router: two processes, each with half of the experts or weights."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta

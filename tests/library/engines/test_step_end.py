@@ -1,7 +1,5 @@
 """A balancing bias moves by what all ranks of a group chose: of our routers, and of a Hugging Face model's class."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Our routers as vLLM's custom routing function, in vLLM's own fused MoE on a CPU, where vLLM is installed."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from typing import Any

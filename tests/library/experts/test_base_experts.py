@@ -1,7 +1,5 @@
 """BASE-style experts: three residual sublayers as one expert, against the equations in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Weights on inputs, against loops over pairs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """No hub, no progress bars; what transformers and its friends deprecate is theirs."""
 
-from __future__ import annotations
-
 import os
 
 os.environ["HF_DATASETS_OFFLINE"] = "1"

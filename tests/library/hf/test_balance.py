@@ -1,7 +1,5 @@
 """hf.balance: the loss per layer and counted once, whatever the loop does; the bias moved once a step."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import os

@@ -1,7 +1,5 @@
 """Gates of Hugging Face models as router specs: the same experts with the same weights, audit, replace, and back."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """experts_implementation="pointsman" gives what the class's own experts give, forward and backward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """torch.export of Hugging Face models with our experts, and with our routers; of a layer with a mixer and padding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.export import Dim, export

@@ -1,7 +1,5 @@
 """Recording, freezing and monitoring on the stock classes of transformers; verify."""
 
-from __future__ import annotations
-
 import copy
 import math
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Mixing routers in Hugging Face models: start, causality, caches, padding, checkpointing, attention traces."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hugging Face models on a CUDA device: our experts, recorded routings, other routers, balance."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

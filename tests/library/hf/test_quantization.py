@@ -1,7 +1,5 @@
 """Int8 by torchao, as the page on deployment has it: routers stay as they are."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 

@@ -1,7 +1,5 @@
 """replace_routers keeps the model's function, its losses, generation, checkpoints; materialize gives it back plain."""
 
-from __future__ import annotations
-
 import copy
 import os
 import subprocess

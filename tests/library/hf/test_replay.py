@@ -1,7 +1,5 @@
 """Replay on the stock classes of transformers: of a routing, and of a trace, in other batches and checkpointed."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from functools import partial

@@ -1,7 +1,5 @@
 """Gates are found by what they return; k is set wherever a model keeps it."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Trainer, PEFT and pointsman's routers together."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

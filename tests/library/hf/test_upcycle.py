@@ -1,7 +1,5 @@
 """Upcycled models compute what the dense ones did."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@
 Writes OUT (a file of torch.save): {setting: the gates' step with the loss minus the step without}.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

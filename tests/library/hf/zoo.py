@@ -1,7 +1,5 @@
 """A tiny random model of every MoE class in the installed transformers; a tokenizer and texts for them."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pkgutil

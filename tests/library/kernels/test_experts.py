@@ -1,7 +1,5 @@
 """Triton's kernels without a GPU: run in the interpreter, compiled for GPUs that are not there, and left out."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

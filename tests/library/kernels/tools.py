@@ -1,7 +1,5 @@
 """Triton's kernels without a GPU: in the interpreter, with faults put in, and compiled for GPUs that are not there."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """What the oracles of routers share: a case to route, transcriptions by loops, and the comparison with a router."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

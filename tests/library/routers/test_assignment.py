@@ -1,7 +1,5 @@
 """The balanced assignment against SciPy's solver, and examples worked out by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

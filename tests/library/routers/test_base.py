@@ -1,7 +1,5 @@
 """BASE against a float64 transcription: exhaustive assignment in training, the best score in evaluation."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Capacity by token, rank and priority, of a sequence and of a batch, against a loop over assignments."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """CompeteSMoE: competition steps against a float64 transcription, other steps equal smoe, draws, and its example."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

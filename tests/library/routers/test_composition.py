@@ -1,7 +1,5 @@
 """Scores @ choice: the grammar, what a choice needs, and what would change nothing."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Default MoE against a float64 transcription of several steps, in micro-batches."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Options at an end of their range make one router another: both then choose the same experts with the same weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

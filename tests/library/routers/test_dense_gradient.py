@@ -1,7 +1,5 @@
 """dense_gradient: the router's gradient of DenseMixer, against the sum over all experts written out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

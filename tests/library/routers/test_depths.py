@@ -1,7 +1,5 @@
 """Mixture of Depths against a float64 transcription, in both modes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """DSelect-k against a float64 transcription, and its worked example."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """DynMoE against a float64 transcription; the gradient of its weights against the method's own formula."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

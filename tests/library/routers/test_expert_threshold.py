@@ -1,7 +1,5 @@
 """Expert Threshold against a float64 transcription over steps, its worked example, and the mean number of experts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

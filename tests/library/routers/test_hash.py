@@ -1,7 +1,5 @@
 """Hash routing: the walk over the experts, the balanced table, and gates."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """HyperRouter's future work: the penalty, dropout of the embedding, hyperfan, and a hypernetwork for each expert."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Every router at its limits: one expert, no real token, equal logits, logits of 10^4: nothing is ever not a number."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """MaskMoE against a float64 transcription, the sets of ids, and the routers that it equals at its limits."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Routing of sequences and tasks against a float64 transcription, and decoding a token at a time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

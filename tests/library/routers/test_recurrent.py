@@ -1,7 +1,5 @@
 """RMoE and the depth average against float64 transcriptions over several layers."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

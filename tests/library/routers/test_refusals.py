@@ -1,7 +1,5 @@
 """What no router accepts: each mistake in a spec is one line that says where and what is allowed."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """ReMoE against a float64 transcription, its worked example, and the path of its penalty."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

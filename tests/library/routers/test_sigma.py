@@ -1,7 +1,5 @@
 """sigma-MoE against a float64 transcription of its equations."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Sinkhorn routing: plans worked out by hand, marginals, and what training and evaluation choose."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

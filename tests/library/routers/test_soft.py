@@ -1,7 +1,5 @@
 """Soft MoE against a float64 transcription, its worked example, and its one k."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

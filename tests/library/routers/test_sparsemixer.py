@@ -1,7 +1,5 @@
 """SparseMixer: its worked example, the gradient it defines, and how often an expert is drawn."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

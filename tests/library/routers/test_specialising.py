@@ -1,7 +1,5 @@
 """The losses that keep experts apart, against float64 transcriptions by loops."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """StableMoE against a float64 transcription in both stages, the switch between them, and its worked example."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Top-p routing against a float64 transcription, and its worked example."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Virtual experts: routing and layer against a float64 transcription, the worked example, and what stays as it was."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

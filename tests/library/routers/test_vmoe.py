@@ -1,7 +1,5 @@
 """V-MoE's router against a float64 transcription."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """X-MoE against the paper's equations in float64, its state, and its options."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """check_trainer on a step of one's own, on one process and on two."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Routing traces: written while a model runs, read back, replayed, and made of what engines give."""
 
-from __future__ import annotations
-
 import base64
 import json
 import math

@@ -1,7 +1,5 @@
 """The folders of XTREME's tasks in two languages, with random words, and a small encoder pre-trained on them."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

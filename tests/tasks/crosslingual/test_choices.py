@@ -1,7 +1,5 @@
 """The best validation chooses weights, frozen parts stay, the best answers are kept, XTREME's own files and rules."""
 
-from __future__ import annotations
-
 import collections
 import json
 import random

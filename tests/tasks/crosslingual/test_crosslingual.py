@@ -1,7 +1,5 @@
 """XTREME's tasks on a small encoder: rows and back, scores, floors, tables, frozen parts, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

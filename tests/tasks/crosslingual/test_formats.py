@@ -1,7 +1,5 @@
 """Files of the cross-lingual tasks, their splits, and that no reported sentence is in the pre-training text."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -1,7 +1,5 @@
 """X-MoE's tables beside invented fine-tunings."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The published splits, in the publishers' files and in those of XTREME's download, as tests write them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -1,7 +1,5 @@
 """Augmentations: what they do, and that they depend on (seed, step, row) alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Corruptions of images: determinism, severity, and simple cases with a known answer."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

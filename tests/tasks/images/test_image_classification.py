@@ -1,7 +1,5 @@
 """Image classification: learning, resuming, pairing, objectives, and what bad data get."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path

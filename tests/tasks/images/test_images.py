@@ -1,7 +1,5 @@
 """Layouts of images on the disk, and the parts."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

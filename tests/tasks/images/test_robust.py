@@ -1,7 +1,5 @@
 """Robustness of image classifiers: figures, attacks, sources of images, records, tables."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import statistics

@@ -1,7 +1,5 @@
 """A decoder from the command line: trained, exported to transformers, continued from there, and generating text."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """A small text in two languages, and pieces trained on it."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

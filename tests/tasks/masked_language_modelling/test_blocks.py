@@ -1,7 +1,5 @@
 """Packing, sampling and masking: pure functions of (seed, step, row)."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

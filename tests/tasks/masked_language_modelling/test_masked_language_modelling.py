@@ -1,7 +1,5 @@
 """Masked language modelling from a folder of text to a table, and what it refuses."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Pieces: reproducible, with offsets in the original text."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """XLM-R's pieces and weights: equal to transformers' model, dense and with sparse layers."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Translation: cached decoding, search, and a run from files to BLEU."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """The benchmark on a layer small enough for a test: all implementations compute, ratios are paired."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from pathlib import Path

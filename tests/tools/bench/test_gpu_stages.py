@@ -1,7 +1,5 @@
 """The stages that measure a GPU: a dry run on a CPU, with sizes that mean nothing."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

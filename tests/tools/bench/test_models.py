@@ -1,7 +1,5 @@
 """Models against peers: every case once."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools.bench import models

@@ -4,8 +4,6 @@ The step runs on the "meta" device: shapes alone, no numbers, no GPU. A count sa
 is no time. Products are counted with their operands; views, and memory that is only reserved, are not.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Intervals against known quantiles, and the page of claims on invented grids."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

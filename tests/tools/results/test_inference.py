@@ -1,7 +1,5 @@
 """Verdicts from paired differences, held against R's documentation, published examples and simulations."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The results: pages are what the records give, and few and short enough to be read."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

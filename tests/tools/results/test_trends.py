@@ -1,7 +1,5 @@
 """trends.md on invented grids: gaps, seeds, categories, and wrong fields."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from pathlib import Path

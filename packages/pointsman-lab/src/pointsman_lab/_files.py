@@ -4,8 +4,6 @@ A folder of a run is entered through `within` and `find`, its files are opened b
 link that leads out, waits for a pipe, truncates anything, or reads more than a file of its name may hold (`_shapes`).
 """
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import json

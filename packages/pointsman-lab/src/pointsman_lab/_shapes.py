@@ -1,7 +1,5 @@
 """What a file of a run directory may hold: the shape and size of each, known before anything is allocated."""
 
-from __future__ import annotations
-
 import base64
 import zlib
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """Settings as their fields' types, figures that may be none, and text that a terminal or a file's name takes."""
 
-from __future__ import annotations
-
 import math
 import os
 import statistics

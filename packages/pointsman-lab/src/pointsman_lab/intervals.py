@@ -1,7 +1,5 @@
 """Student's t, intervals of ratios of sums over blocks of text, and what is shown to stay within a margin."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache

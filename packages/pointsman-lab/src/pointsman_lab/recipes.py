@@ -1,7 +1,5 @@
 """Presets for runs of one's own, and the papers' settings, as full settings of a run (`RunConfig`)."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

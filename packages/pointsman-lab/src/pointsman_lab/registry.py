@@ -4,8 +4,6 @@ A task's entry says what it gives to the rest of the laboratory. Nothing outside
 rooms ask the entries, whose methods import what they need when they are called.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields

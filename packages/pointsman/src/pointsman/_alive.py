@@ -1,7 +1,5 @@
 """Objects that hooks on every optimizer look for, as long as somebody else holds them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 from weakref import WeakValueDictionary

@@ -3,8 +3,6 @@
 What the disk refuses is one line. A test refuses every other way to open a file (`tests/test_architecture.py`).
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

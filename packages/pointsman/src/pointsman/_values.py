@@ -1,7 +1,5 @@
 """Values of annotated types out of what a user wrote, and back; the range of every number."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Mapping
 from difflib import get_close_matches

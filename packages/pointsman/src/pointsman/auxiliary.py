@@ -4,8 +4,6 @@ Shapes: N tokens, B sequences, T tokens a sequence, E experts, k chosen experts.
 Where `ranks` share a batch, means and counts are those of the whole batch; gradients are those of the own tokens.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """upcycle: MoE layers whose experts are copies of a dense model's feed-forward layers (Komatsuzaki et al. 2023)."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """MoE = Router + Experts (+ shared experts): the only place they meet."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Literal

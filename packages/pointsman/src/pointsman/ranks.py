@@ -5,8 +5,6 @@ depend on all tokens of the batch are summed over ranks here; everything else st
 torch.distributed before a collective is called.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Replay of a recorded routing: the same experts again, with the weights of now."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any

@@ -3,8 +3,6 @@
 `test_experts.py` above starts it; by hand: TRITON_INTERPRET=1 pytest tests/library/kernels/triton
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from typing import Any

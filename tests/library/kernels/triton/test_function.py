@@ -1,7 +1,5 @@
 """All kernels together against the float64 reference: outputs and every gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Each kernel against the same in plain operations, with memory that was NaN before."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import Any
 

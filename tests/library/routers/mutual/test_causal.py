@@ -1,7 +1,5 @@
 """Nothing looks ahead: routers with mixers, whole, in segments, a token at a time; the head's state."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from functools import partial

@@ -3,8 +3,6 @@
 Not the resident memory of the process: oneDNN keeps a kernel for each shape that it meets, which is no tensor of ours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Similarity- and Attention-Inform against the paper's equations in float64: explicit matrices, explicit Gaussians."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The mixers equal the few lines that are read first, forward and gradient."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

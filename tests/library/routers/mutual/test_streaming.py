@@ -1,7 +1,5 @@
 """Mixing by blocks of rows against explicit matrices in float64, and what it allocates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

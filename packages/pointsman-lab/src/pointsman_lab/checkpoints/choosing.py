@@ -1,7 +1,5 @@
 """Which experts a smaller model keeps or merges, by each method."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The result is the class's own model with a smaller number of experts in its conf
 No class of transformers 5.24 builds layers of different numbers; `uneven` brings a file of code for those.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

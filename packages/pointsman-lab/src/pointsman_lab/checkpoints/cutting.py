@@ -1,7 +1,5 @@
 """The smaller model: which classes can be cut, the experts that are kept or merged, and its distillation."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping, Sequence

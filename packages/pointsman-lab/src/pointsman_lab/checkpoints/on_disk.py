@@ -1,7 +1,5 @@
 """A model whose experts stay on the disk, for an audit of one that does not fit in memory."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

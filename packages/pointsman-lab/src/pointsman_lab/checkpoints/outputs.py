@@ -1,7 +1,5 @@
 """What each expert of a layer gives out on a text, and the model without one of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Texts and conversations as batches of token ids, with the kind of each token."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ are replaced by a loop.
 """
 
 # mypy: disable-error-code="no-any-return"
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock

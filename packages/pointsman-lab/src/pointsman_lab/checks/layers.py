@@ -5,8 +5,6 @@ processes share the batch through DistributedDataParallel.
 """
 
 # mypy: disable-error-code="no-any-return"
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

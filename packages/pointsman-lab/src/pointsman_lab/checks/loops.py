@@ -1,7 +1,5 @@
 """Trainers of the transformers family on the models of a step of your own."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from typing import Any

@@ -1,8 +1,6 @@
 """The MoE layers of Megatron-core and NeMo Automodel, trained as their own trainers do it."""
 
 # mypy: disable-error-code="no-any-return"
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,6 @@
 """TRL, PEFT, Lightning and DeepSpeed on the models of `loops`."""
 
 # mypy: disable-error-code="no-any-return"
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from functools import partial

@@ -5,8 +5,6 @@ calls `keep_freed_memory`; the library does not, because the setting belongs to 
 your own may call it once at its start.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

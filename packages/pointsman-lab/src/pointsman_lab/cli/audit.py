@@ -1,7 +1,5 @@
 """`pointsman audit MODEL`: routing statistics and the loss at every k of a Hugging Face mixture of experts."""
 
-from __future__ import annotations
-
 import io
 import shlex
 import sys

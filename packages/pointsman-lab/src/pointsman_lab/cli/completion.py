@@ -1,7 +1,5 @@
 """`pointsman completion SHELL`: a script by which a shell completes commands, flags, choices and files."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """`pointsman compress MODEL`: fewer experts, by pruning or merging, verified on held-out text."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """`pointsman diagnose RUN|MODEL`: routing diagnostics, comparisons with other models and earlier checkpoints."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`pointsman export RUN`: a run's weights for use elsewhere."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """`pointsman generate RUN --prompt TEXT`: text from a run, at any k, in the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

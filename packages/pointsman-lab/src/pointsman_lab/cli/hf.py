@@ -1,7 +1,5 @@
 """`pointsman hf replace|materialize|upcycle MODEL --out DIR`: changes the routers of a saved Hugging Face model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Flags that commands share, configuration files, and one-line errors."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

@@ -1,7 +1,5 @@
 """`pointsman plan`: what the layouts of a training job make each GPU hold, gather and exchange."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

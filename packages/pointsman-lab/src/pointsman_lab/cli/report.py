@@ -1,7 +1,5 @@
 """`pointsman report RUN…`: the page, the figures, and a paper's tables with our results."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

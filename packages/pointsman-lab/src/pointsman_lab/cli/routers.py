@@ -1,7 +1,5 @@
 """`pointsman routers [NAME] [--cost]`: lists and explains the routers, and shows the cost of models."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shutil

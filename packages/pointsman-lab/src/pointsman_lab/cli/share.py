@@ -1,7 +1,5 @@
 """`pointsman share DIR` and `pointsman open FILE`: a run, a comparison, an audit or an exam as one file."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """`pointsman submit DIR`: one row of a comparison, or of an exam, as a file for the leaderboard."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

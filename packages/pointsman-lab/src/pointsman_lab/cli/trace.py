@@ -1,7 +1,5 @@
 """`pointsman trace diff A B`, `pointsman trace place A`: what is between two recorded routings, and what one costs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

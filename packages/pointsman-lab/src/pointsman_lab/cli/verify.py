@@ -1,7 +1,5 @@
 """`pointsman verify FOLDER`: whether a folder is whole, and what in it would be refused."""
 
-from __future__ import annotations
-
 import math
 import os
 import stat

@@ -3,8 +3,6 @@
 Imports neither torch nor numpy, so that `--help` is fast.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

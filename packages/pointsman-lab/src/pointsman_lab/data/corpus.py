@@ -1,7 +1,5 @@
 """Corpora: named or given by path, tokenized once and cached as memory-mapped arrays of token ids."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

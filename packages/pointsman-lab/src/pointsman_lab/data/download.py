@@ -3,8 +3,6 @@
 Files are written to a temporary name, verified, and then renamed.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

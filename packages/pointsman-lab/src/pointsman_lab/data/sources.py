@@ -1,7 +1,5 @@
 """Locates the text of a corpus, and splits it into training, validation and test bytes."""
 
-from __future__ import annotations
-
 import os
 import platform
 import stat

@@ -4,8 +4,6 @@ The tokenizer is named by a setting of the run: `pieces:V`, V pieces that Senten
 the path of a `tokenizer.json`, of a SentencePiece model or of a folder with the tokenizer of a Hugging Face model.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property

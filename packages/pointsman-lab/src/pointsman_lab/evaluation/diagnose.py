@@ -1,7 +1,5 @@
 """diagnose: all diagnostics of one model in one pass, compared with other models, earlier checkpoints and other k."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The compact format of the report's routing explorer: a sample of tokens with their routing at every k and layer."""
 
-from __future__ import annotations
-
 import base64
 import zlib
 from collections import Counter

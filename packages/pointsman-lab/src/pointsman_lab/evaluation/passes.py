@@ -1,7 +1,5 @@
 """What all evaluations share: a pass over the data at each k with progress and autocast, and what routers do in it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The report card: the table in four forms and on a terminal, and one page with a heat map whose cells open."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A cell of the table: a row on a task. Rate and open options are chosen first, on seeds of their own."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Tasks of single tokens in clusters, each of which has one linear teacher."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """An entry of the exam's track on the leaderboard: a router's cells on all tasks, and the source of the router."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An exam: rows and tasks in a directory that grows; what is known comes from the record of all routers."""
 
-from __future__ import annotations
-
 import json
 import traceback
 from collections.abc import Callable, Mapping, Sequence

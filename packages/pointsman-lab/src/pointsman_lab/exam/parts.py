@@ -1,7 +1,5 @@
 """Tasks in which a token needs several teachers at once."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,7 +1,5 @@
 """One run: a row trained on a task with one seed and one learning rate."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress

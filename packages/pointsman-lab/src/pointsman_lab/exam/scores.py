@@ -1,7 +1,5 @@
 """The tasks by name, and their scores by seed, (plain - row) / (plain - oracle)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from contextlib import suppress

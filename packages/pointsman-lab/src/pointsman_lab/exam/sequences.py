@@ -1,7 +1,5 @@
 """Tasks in which the routing depends on a token's sequence, or on its id."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 

@@ -1,7 +1,5 @@
 """What is trained on a task: one layer, with the rows that every table has beside the routers."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import torch

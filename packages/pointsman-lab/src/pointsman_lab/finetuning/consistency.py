@@ -1,7 +1,5 @@
 """Inter-run consistency of the experts' loads over training (X-MoE, 4.5 and Figure 3b), and of a run's fine-tunings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Fine-tuning a pre-trained run, or every run of a comparison, and opening what it left."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Learning a task from pre-trained weights: what all such tasks share, and how far the routing moved meanwhile."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import nullcontext

@@ -4,8 +4,6 @@ Shapes: B sequences, T queries, S keys, H heads, G heads of keys and values (H a
 linear in T: where a mask is needed that differs between queries, they are worked on in blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -3,8 +3,6 @@
 Shapes: H heads, B sequences, T queries, S keys, D head width, R query rows of a block.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import NamedTuple

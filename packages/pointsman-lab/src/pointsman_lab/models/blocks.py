@@ -1,7 +1,5 @@
 """Blocks that models are assembled from: attention with memory, feed-forward sublayers, dense or sparse."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

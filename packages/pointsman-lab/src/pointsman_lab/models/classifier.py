@@ -4,8 +4,6 @@ Shapes: B texts, T tokens, C classes. Texts are padded on the right with negativ
 never see what comes after them, and attention, routing, losses and statistics leave padding out.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,7 +1,5 @@
 """The settings that every family of models has."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Initial weights: each parameter outside routers from its own generator, so that they agree between routers."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager

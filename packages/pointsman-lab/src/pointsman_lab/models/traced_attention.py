@@ -9,8 +9,6 @@ Shapes: H heads, B sequences, D head width. Heads come first, because r is the s
 are then one matrix product a head, over the rows of all sequences of a block.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

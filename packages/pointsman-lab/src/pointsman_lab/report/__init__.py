@@ -1,7 +1,5 @@
 """Tables, plots and one self-contained HTML page for a run or a comparison."""
 
-from __future__ import annotations
-
 from pointsman_lab.report.figures import figures
 from pointsman_lab.report.page import write_report
 from pointsman_lab.report.paper import paper_tables

@@ -1,7 +1,5 @@
 """The page's parts on what an audit proposes and what it costs: fewer experts, k by layer, serving, placement."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The page's parts on an audit, from audit.json: tables with what their figures mean, and the map of loads."""
 
-from __future__ import annotations
-
 import json
 from math import exp, log
 from typing import Any

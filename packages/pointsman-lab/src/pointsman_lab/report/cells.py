@@ -1,7 +1,5 @@
 """Which run of ours belongs to which cell of a published table, and its figure."""
 
-from __future__ import annotations
-
 import math
 import re
 import statistics

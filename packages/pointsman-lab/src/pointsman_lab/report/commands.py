@@ -1,7 +1,5 @@
 """The commands that make runs again, from what is recorded of them, and what differs from a preset or recipe."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from collections.abc import Mapping

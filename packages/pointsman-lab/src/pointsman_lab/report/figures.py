@@ -1,7 +1,5 @@
 """Static figures for papers, from the data of the page's charts: PNG, SVG and PDF, with matplotlib."""
 
-from __future__ import annotations
-
 import base64
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What tables and pages are written as: four forms of a table, and templates filled without anything from outside."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -3,8 +3,6 @@
 explorer.json is cut to a size that a page can hold.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import zlib

@@ -1,7 +1,5 @@
 """One self-contained HTML page for a run or a comparison: opens offline, loads nothing from outside."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Our figures beside published ones, cell by cell."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page's words: title, command, protocol, missing runs, pairing, settings, environment."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

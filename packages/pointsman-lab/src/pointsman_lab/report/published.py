@@ -4,8 +4,6 @@ The file has the fields of `Paper`, `[[tables]]` with those of `PublishedTable`,
 value that is not in the paper. `[columns]` and `[routers]` hold lists by name: the name stands for the list then.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """explorer.json: the routing of a stretch of the evaluated split, for the page's maps and explorer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace

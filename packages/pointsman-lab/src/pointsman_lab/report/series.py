@@ -1,7 +1,5 @@
 """Chart data: curves averaged over seeds and in bins, so that their size does not grow with the length of a run."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The result of `diagnose` as text for a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ A checkpoint is written under a temporary name, synced and renamed, so that a fo
 A folder that does not match its manifest is refused by name, and the one before it is used.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

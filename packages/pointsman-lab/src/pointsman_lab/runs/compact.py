@@ -7,8 +7,6 @@ samples of the data (explorer) are left out. `restore` makes the run directories
 own folder; `restored_aside` makes them for those who only read. Tables come out identical.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

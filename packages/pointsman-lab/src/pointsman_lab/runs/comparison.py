@@ -1,7 +1,5 @@
 """Comparison directories: comparison.json, and the runs of every router and seed side by side."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """environment.json: versions, machine and kernels of a run."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -5,8 +5,6 @@ imported again or handed on. What was named is kept in the user's cache folder, 
 Content is that of the file and of the modules beside it that it imports.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """Names of files and folders in run and comparison directories."""
 
-from __future__ import annotations
-
 import glob
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run as its directory describes it: settings, environment, metrics, results. A damaged file is refused by name."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping

@@ -10,8 +10,6 @@ of every step that was logged. `sha256` is that of the rest: a file that was dam
 deceives can make it anew: an entry is believed once a seed was trained again (`tools.leaderboard`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -5,8 +5,6 @@ exchanged, other layers, rows of padding. A kind is named where undoing it remov
 left, the share that the noise of the logits predicts is called noise. Nothing is named between equal traces.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What differs in one layer of two traces, and what noise of the logits predicts."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any

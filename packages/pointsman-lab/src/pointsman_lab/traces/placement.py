@@ -4,8 +4,6 @@ A placement is chosen on the first half of the tokens and judged on the second, 
 of a device over the mean load, 1 at best: the time of a layer whose devices wait for each other.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush

@@ -1,7 +1,5 @@
 """The tensors of checkpoints, as safetensors files; no pickle anywhere. The folder itself: `lab.runs.checkpoints`."""
 
-from __future__ import annotations
-
 import json
 import os
 import warnings

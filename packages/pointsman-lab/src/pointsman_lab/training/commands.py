@@ -1,7 +1,5 @@
 """The recorded command of a comparison that grew: one that makes the whole table anew."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

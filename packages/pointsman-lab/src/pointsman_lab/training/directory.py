@@ -1,7 +1,5 @@
 """The directory of one run: who may work in it, and its JSON files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ Sources: SMoE-Dropout (Chen et al. 2023) and HyperRouter (Do et al. 2023), which
 those of their released code. Their papers say 2 to N, their scripts N/2 to N.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Kernels, precision and random numbers of a run."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Adam and its learning rate."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from types import MappingProxyType

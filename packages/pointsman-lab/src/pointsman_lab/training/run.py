@@ -1,7 +1,5 @@
 """A saved run, opened again: its settings, its model and what its tokens stand for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """Which settings of a run follow from others, which may change when it is continued, and those of earlier versions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Set
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The lines of metrics.jsonl as scalars of TensorBoard, wandb and trackio, through their own libraries."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """`compare --tune`: each row's settings by successive halving, on seeds that are not used for results."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

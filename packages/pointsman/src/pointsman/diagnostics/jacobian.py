@@ -1,7 +1,5 @@
 """The two terms of an MoE layer's Jacobian: the gradient through the experts and the gradient through the router."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self

@@ -1,7 +1,5 @@
 """Statistics of routings: entropy and margin, load, co-activation, what mixing does, and what changes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, Self

@@ -1,7 +1,5 @@
 """Callbacks for Lightning: `Trainer(callbacks=[StepEnd(), RoutingLog(every=50)])`, for any model with routers."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any
 

@@ -7,8 +7,6 @@ effect are refused. Call `pointsman.engines.common.step_end(model)` after each o
 S tokens of a sequence, B sequences, E experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

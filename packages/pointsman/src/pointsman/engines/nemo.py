@@ -4,8 +4,6 @@ Experts, dispatchers and parallelism stay NeMo's. The router's losses take NeMo'
 scale its recipes set). Call `pointsman.engines.common.step_end(model)` after each optimizer step.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ trainer as the router's own loss does, divided by `loss_div_factor`. Call `point
 after each optimizer step. Tensor parallelism divides sequences in OLMo's router and is refused.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any

@@ -9,8 +9,6 @@ where the degree is that of shards times replicas times context.
 Call `pointsman.engines.common.step_end(model)` after each optimizer step. Tensor parallelism is not supported.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any

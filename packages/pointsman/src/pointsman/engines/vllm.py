@@ -5,8 +5,6 @@
 Inference only. A router that a linear gate represents needs none of this: `pointsman.materialize` gives its weight.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """All experts at once: permute, grouped matrix products, combine. The entry that chooses the path."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import Parameter

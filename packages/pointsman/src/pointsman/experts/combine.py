@@ -1,7 +1,5 @@
 """What a layer may do with a routing beyond adding weighted outputs (`pointsman.routing.Combine`): one class a kind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar

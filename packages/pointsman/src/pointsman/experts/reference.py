@@ -1,7 +1,5 @@
 """The experts in a few obvious lines: the oracle of every fast path, any dtype, gradcheck-able."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -4,8 +4,6 @@ Forward hooks on the gates keep what each one returned; a hook on the model adds
 returns. So whatever a loop does to the main loss (accumulation, a loss scaler, the mean over ranks), it does to both.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from functools import partial

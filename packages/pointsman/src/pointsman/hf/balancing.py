@@ -1,7 +1,5 @@
 """What `balance` keeps of a model: what its gates returned, the loss of that, and the bias that moves instead."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -7,8 +7,6 @@ the class's own gating function. On a GPU the plain layout uses `pointsman.exper
 transformers' `batched_mm`, and other forms of experts its `grouped_mm`.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

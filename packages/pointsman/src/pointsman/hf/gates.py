@@ -6,8 +6,6 @@ logits and choice (softmax or sigmoid, groups, correction bias, scaling, renorma
 Classes that return something else are known by name: `layouts`.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What the transformers models in a model are given while they run: token ids, and which tokens are padding."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import sys

@@ -4,8 +4,6 @@ instead (`Layout`), also written.
 Shapes: N tokens, E experts, k chosen ones. A dropped assignment is expert -1 with weight 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The gates of a Hugging Face MoE while it runs: observed with forward hooks, replayed, or frozen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace

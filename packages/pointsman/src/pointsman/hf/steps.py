@@ -1,7 +1,5 @@
 """For transformers' Trainer: step_end after each step, and what the routing does for whatever tracker runs."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where a Hugging Face MoE stores k, and whether its class accepts another value."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

@@ -5,6 +5,8 @@
 `uneven_experts` has {"fields": names of the number of experts, "layers": {MoE block: its number}}.
 """
 
+from __future__ import annotations
+
 import copy
 from functools import cache
 from typing import Any

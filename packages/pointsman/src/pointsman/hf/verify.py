@@ -1,7 +1,5 @@
 """verify: whether two models are the same: their tensors, their routing, their logits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

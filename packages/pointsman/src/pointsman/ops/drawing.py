@@ -7,8 +7,6 @@ costs a rank the drawing of one process. With one process everything is as in to
 Shapes: rows come first, alone ([B, ...]) or with the tokens of each behind one another ([B * T, ...]).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Kernels differ in the last bits. What is to be continued, or compared with anoth
 choice. Nothing is timed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token

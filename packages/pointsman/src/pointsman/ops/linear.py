@@ -1,7 +1,5 @@
 """A linear map whose input may be of lower precision than its weight, and what autocast and transforms ask for."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from traceback import walk_stack
 from typing import Any

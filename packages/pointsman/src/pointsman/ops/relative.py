@@ -1,7 +1,5 @@
 """The position term of relative attention, also for single heads."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

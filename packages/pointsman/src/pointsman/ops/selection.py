@@ -1,7 +1,5 @@
 """Choosing the k largest, and which were chosen."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

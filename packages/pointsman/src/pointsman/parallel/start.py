@@ -1,7 +1,5 @@
 """Joining the processes of a job."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 

@@ -4,8 +4,6 @@
 `check_trainer(step)` says what a training step does to the router of a tiny mixture of experts.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

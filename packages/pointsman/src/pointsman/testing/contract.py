@@ -1,7 +1,5 @@
 """All checks, and the function that runs them on one router."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 

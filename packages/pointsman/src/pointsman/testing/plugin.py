@@ -4,8 +4,6 @@ pytest loads it in every project of an environment with pointsman, so it imports
 under names that no project has by chance.
 """
 
-from __future__ import annotations
-
 import pytest
 
 

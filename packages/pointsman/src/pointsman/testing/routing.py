@@ -3,8 +3,6 @@
 Each check takes a `Case` and raises AssertionError; the first line of its docstring is the promise.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 

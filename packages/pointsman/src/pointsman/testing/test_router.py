@@ -1,7 +1,5 @@
 """The contract as tests: `pytest --pyargs pointsman.testing --pointsman-router SPEC`."""
 
-from __future__ import annotations
-
 import pytest
 
 from pointsman.routers.frame.elsewhere import import_routers

@@ -5,8 +5,6 @@ engine itself. An engine says nothing of a sequence's last token, whose experts 
 `MISSING`. Expert numbers must be the model's own, not the places after a rearrangement (EPLB).
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import re

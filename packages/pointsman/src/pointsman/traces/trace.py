@@ -7,8 +7,6 @@ Shapes: N tokens of all sequences in order, S sequences, k experts a token, E ex
     L.experts [N, k] int16 of layer L: -1 none, -2 the engine did not say; L.weights [N, k], L.logits [N, E] float32
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ What is tried are prunings and merges of several sizes, verified on held-out tex
 greedy generation on prompts with known answers, at every k.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext

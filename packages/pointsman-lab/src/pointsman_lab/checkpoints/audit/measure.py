@@ -3,8 +3,6 @@
 At every k that the model accepts, with all diagnostics whose state is small.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What bf16 does to the choice of a gate: on the gate's own inputs, a copy in float32 beside one in bf16."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """The result of an audit: as a dict, its findings, and as a run directory that `pointsman report` reads."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """The measurement loop of an audit: every batch at every k."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext

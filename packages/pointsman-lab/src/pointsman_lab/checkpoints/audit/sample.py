@@ -1,7 +1,5 @@
 """Some tokens of an audit's text, for the report's explorer: their routing at every k, and a map of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a model costs to serve at each k: counts from its shapes and the measured routing, and a time by roofline."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Both are searched on one half of some text and verified on the other half, paired with the model as it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache

@@ -4,8 +4,6 @@ Shared by all: RMSNorm before each sublayer, rotary positions, grouped-query att
 without biases. They differ in the query-key norm, the gate, shared experts and which layers may be dense.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The settings of a decoder from those of a class of transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

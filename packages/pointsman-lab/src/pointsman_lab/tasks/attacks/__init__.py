@@ -1,7 +1,5 @@
 """Text attacks: language models and whole comparisons on texts whose words are changed."""
 
-from __future__ import annotations
-
 from types import MappingProxyType
 from typing import Any
 

@@ -5,8 +5,6 @@ each symbol is encoded on its own, so that replacing ids equals replacing text b
 a token.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

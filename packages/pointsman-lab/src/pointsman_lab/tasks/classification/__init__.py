@@ -1,7 +1,5 @@
 """Classification of texts: a pre-trained language model with a head, judged by accuracy."""
 
-from __future__ import annotations
-
 from types import MappingProxyType
 
 from pointsman_lab.registry import TaskEntry

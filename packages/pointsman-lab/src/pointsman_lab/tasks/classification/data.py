@@ -1,7 +1,5 @@
 """Classification tasks: named ones in their published formats, or any file or folder of labelled texts."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Reads labelled texts from CSV, TSV, JSON lines and fastText files, plain or compressed with gzip."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

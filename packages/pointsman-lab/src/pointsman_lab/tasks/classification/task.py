@@ -1,7 +1,5 @@
 """Classification of texts: examples as token ids, and the task that a pre-trained language model learns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any

@@ -1,7 +1,5 @@
 """XTREME's tasks: an encoder is fine-tuned on English and judged in every language with the same weights."""
 
-from __future__ import annotations
-
 from types import MappingProxyType
 
 from pointsman_lab.registry import TaskEntry

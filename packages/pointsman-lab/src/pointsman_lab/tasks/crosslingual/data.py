@@ -4,8 +4,6 @@ English rows to train on, and a test part in every language. A floor (the majori
 nearest sentence) is learned from the English training rows, as the models are, and applied to every language.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

@@ -3,8 +3,6 @@
 What it reads are `Features`: the rows of the items of a task.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -3,8 +3,6 @@
 Every mistake names the file, and the line or the question's id.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

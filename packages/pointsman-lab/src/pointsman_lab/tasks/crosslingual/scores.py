@@ -16,8 +16,6 @@ first letter is then read as the position in a chunk and the rest as its type, s
 chunk.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

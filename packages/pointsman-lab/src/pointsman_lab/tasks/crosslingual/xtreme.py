@@ -5,8 +5,6 @@ have its published splits. Those with `-dev` in their names need no more than de
 hash of the English text, the same rows in every language, so that nothing that is reported is trained on.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

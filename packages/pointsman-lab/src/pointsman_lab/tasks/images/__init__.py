@@ -1,7 +1,5 @@
 """Image classification by vision transformers, judged by accuracy, also on shifted images."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any

@@ -3,8 +3,6 @@
 As V-MoE's released adversarial project runs them: sign steps without a random start, on the classification loss alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any

@@ -9,8 +9,6 @@ Shapes: an image is float64 [side, side, 3] in [0, 1]; what is stored is uint8.
 """
 
 # mypy: disable-error-code="no-any-return"
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -10,8 +10,6 @@
 Classes are the sorted folder names, or numbers where a layout has no names.
 """
 
-from __future__ import annotations
-
 import io
 import tarfile
 from collections import Counter

@@ -1,7 +1,5 @@
 """Image classifiers under shift: a table for each kind of shifted images, over seeds."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence

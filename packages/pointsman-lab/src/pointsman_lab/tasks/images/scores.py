@@ -4,8 +4,6 @@ Sources: ImageNet-C (Hendrycks and Dietterich 2019), ImageNet-A and -O (Hendryck
 ImageNet-R (imagenet-r).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

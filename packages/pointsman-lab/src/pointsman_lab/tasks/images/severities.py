@@ -1,7 +1,5 @@
 """Parameters of the corruptions by side and severity: the published scripts' (Hendrycks and Dietterich 2019)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 Shapes: N images of side S.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Language modelling: predicting the next token of a corpus, judged by bits per character or perplexity."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 Shapes: B prompts, T tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

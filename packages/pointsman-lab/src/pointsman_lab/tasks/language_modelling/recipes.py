@@ -13,8 +13,6 @@ A recipe takes the router, because a table's row is a router: "dense", "dense-dr
 "hyperrouter", "thor"; its seed is 1111, the scripts' only one, unless another is given.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Masked language modelling on multilingual text, judged by perplexity: X-MoE's pre-training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

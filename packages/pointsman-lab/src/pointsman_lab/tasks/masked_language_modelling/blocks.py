@@ -5,8 +5,6 @@ B rows of a batch, T places of a block. Every draw depends on (seed, step, row) 
 blocks with the same masks, and a resumed run goes on with them.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

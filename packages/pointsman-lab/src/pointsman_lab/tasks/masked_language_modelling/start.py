@@ -4,8 +4,6 @@ A sparse layer in the place of a feed-forward sublayer starts with copies of it 
 that is added (`moe_layers="after:l"`) starts as the identity, as X-MoE's experts do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -9,8 +9,6 @@
 What was read, cut into pieces and packed into blocks is kept in the user's cache.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Translation by encoder-decoders, judged by BLEU."""
 
-from __future__ import annotations
-
 from pointsman_lab.registry import Setting, TaskEntry
 
 PRESETS = {

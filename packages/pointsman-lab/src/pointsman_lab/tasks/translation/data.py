@@ -6,8 +6,6 @@
 `train.fr-en.fr[.gz]` and `train.fr-en.en`, `valid.fr-en.*`, `newstest2014.fr-en.*`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

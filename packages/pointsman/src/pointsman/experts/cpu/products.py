@@ -12,8 +12,6 @@ Backward gathers x_a again. Each piece saves only h of a ReLU, whose zeros show 
 experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

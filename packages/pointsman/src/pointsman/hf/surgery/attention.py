@@ -4,8 +4,6 @@ transformers calls every attention function of its interface as f(module, query,
 here computes with sdpa and keeps query, key and value; hooks on the module add its output and output projection.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

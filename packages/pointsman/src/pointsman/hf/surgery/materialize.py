@@ -1,7 +1,5 @@
 """materialize: turns replaced routers back into the class's own gates, for stock transformers and servers."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The routers of a model, noted in its configuration: `save_pretrained` keeps them, `from_pretrained` reads them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Which gate a router spec is for, whether its class takes that router, and scorers that start from its weight."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 

@@ -4,8 +4,6 @@ The blocks flatten the hidden states before the gate. A pre-hook on the model re
 state of earlier tokens is an attribute of the key-value cache, so that a copy of the cache has it, too.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary

@@ -1,7 +1,5 @@
 """upcycle: turns a dense model into a mixture of experts with the same outputs (Komatsuzaki et al. 2023)."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Forward keeps u (and g) alone: W_in x with the bias, before the activation. Back
 units again inside its first product; the gradient of a combine weight is h . W_out' dy, so that outputs are not kept.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ part of h . q. Shapes: S rows sorted by expert, H units, D wide. Which units are
 unit) alone: the mask takes no memory, backward draws it again, and a mask does not depend on how others are routed.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """What several kernels share: products, the order of tiles, and sizes known on the host, among them those of tiles."""
 
-from __future__ import annotations
-
 import os
 from typing import Literal, NamedTuple
 

@@ -5,8 +5,6 @@ Rows can lie in token order: then they are fetched through `order`, and no copy 
 T k assignments of T tokens, E experts, D wide; dropped assignments (an expert below 0, or E and more) come last.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -3,8 +3,6 @@
 In either case the import of a module registers its routers (`register_router`, `register_mixer`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys

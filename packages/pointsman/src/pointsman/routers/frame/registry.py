@@ -7,8 +7,6 @@ bare name has both halves of its own. The signatures of the registered functions
 against, their docstrings what `pointsman routers NAME` prints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial

@@ -7,8 +7,6 @@ take part in the choice but cost next to nothing: `zero` adds nothing, `copy` ad
 `constant` a trained mix of the input and a vector. Their scores are the columns after those of the E experts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace

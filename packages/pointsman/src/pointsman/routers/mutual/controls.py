@@ -4,8 +4,6 @@ Smoothing scores over tokens lowers entropy and routing fluctuation by itself. `
 the tokens; `+shuffled` mixes by the similarities of another sequence. What a mixer gains beyond both is its own.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

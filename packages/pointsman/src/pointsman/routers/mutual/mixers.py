@@ -5,8 +5,6 @@ router: `smoe+similarity`, `xmoe+attention`. In a causal context j <= i; j runs 
 over from earlier segments.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

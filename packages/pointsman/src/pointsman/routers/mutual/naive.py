@@ -4,8 +4,6 @@ No past tokens, no padding, the whole matrix S in memory. Shapes: B sequences, T
 width. `scores` e [B, T, E] are the router's probabilities; both give p_i = sum_j S[i, j] e_j [B, T, E].
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

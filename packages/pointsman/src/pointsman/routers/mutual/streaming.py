@@ -10,8 +10,6 @@ Shapes: N sequences, T queries, S keys (the last T keys are the queries' own tok
 score width, E values' width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The base class of the mixers in which tokens inform each other: past tokens, padding, neighbours, strength."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 

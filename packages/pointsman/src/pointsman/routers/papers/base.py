@@ -9,8 +9,6 @@ rounded to whole numbers first, so that no path depends on rounding: the value i
 optimum. Nothing of size N x N is built.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal

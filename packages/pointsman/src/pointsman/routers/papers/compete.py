@@ -4,8 +4,6 @@ On some training steps all experts process every token, and those that respond m
 the winners. On other steps, and in evaluation, it routes as `smoe` does.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Default MoE (Panda et al. 2025, arXiv 2504.12463): means of earlier outputs stand for the experts not chosen."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

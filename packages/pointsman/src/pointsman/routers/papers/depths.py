@@ -1,7 +1,5 @@
 """Mixture of Depths on the feed-forward part (Raposo et al. 2024, arXiv 2404.02258): few tokens are processed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 

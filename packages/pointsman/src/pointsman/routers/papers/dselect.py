@@ -1,7 +1,5 @@
 """DSelect-k (Hazimeh et al. 2021, arXiv 2106.03760): k differentiable selectors over binary codes of the experts."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

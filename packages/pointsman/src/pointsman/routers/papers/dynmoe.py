@@ -1,7 +1,5 @@
 """DynMoE (Guo et al. 2024, arXiv 2405.14297): each expert has a threshold, and every expert above it is active."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

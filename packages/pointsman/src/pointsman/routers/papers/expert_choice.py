@@ -1,7 +1,5 @@
 """Expert Choice (Zhou et al. 2022, arXiv 2202.09368): each expert takes its best tokens; all loads are equal."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Literal

@@ -3,8 +3,6 @@
 The thresholds follow the scores of earlier steps so that k experts pass on average: Expert Choice that is causal.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

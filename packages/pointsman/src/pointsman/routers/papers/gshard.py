@@ -1,7 +1,5 @@
 """GShard's gate: the second expert at random (Lepikhin et al. 2020, arXiv 2006.16668)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Hash layers (Roller et al. 2021, arXiv 2106.04426): a fixed table says which experts a token id goes to."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """HyperRouter (Do et al., EMNLP 2023): a fixed random hypernetwork generates the router from a trained embedding."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, Self
 
 import torch

@@ -4,8 +4,6 @@ A bias per expert, moved after each step by how many tokens the expert had, corr
 and losses do not see it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Literal

@@ -1,7 +1,5 @@
 """MaskMoE (Su et al. 2024, arXiv 2407.09816): each token id sees a fixed random set of experts, a rare one only one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,8 +1,6 @@
 """Noise on the logits in training, with importance and load losses: Shazeer et al. 2017 (arXiv 1701.06538), and V-MoE
 (Riquelme et al. 2021, arXiv 2106.05974), whose noise is not trained."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 

@@ -3,8 +3,6 @@
 All tokens of a sequence go to the same experts, so that a server loads few of them.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 

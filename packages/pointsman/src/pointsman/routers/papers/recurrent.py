@@ -1,7 +1,5 @@
 """RMoE (Qiu et al. 2024, arXiv 2408.06793) and ZAYA1's depth average: a router's state goes up from layer to layer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal, cast
 

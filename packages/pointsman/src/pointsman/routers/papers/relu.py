@@ -1,7 +1,5 @@
 """ReMoE (Wang et al. 2025, arXiv 2412.14711): ReLU gates, kept sparse by an L1 penalty that follows the sparsity."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

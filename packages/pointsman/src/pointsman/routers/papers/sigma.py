@@ -1,7 +1,5 @@
 """sigma-MoE (Csordas et al. 2023, arXiv 2310.10837): sigmoid gates, experts dropped from the choice in training."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

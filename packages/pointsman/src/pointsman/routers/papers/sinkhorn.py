@@ -1,7 +1,5 @@
 """S-BASE (Clark et al. 2022, arXiv 2202.01169): training routes by a balanced transport plan, evaluation greedily."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Annotated, Literal

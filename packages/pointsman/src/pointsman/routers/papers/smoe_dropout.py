@@ -1,7 +1,5 @@
 """Frozen linear routers: SMoE-Dropout (Chen et al. 2023), and the controls for HyperRouter's scale and temperature."""
 
-from __future__ import annotations
-
 import math
 
 import torch

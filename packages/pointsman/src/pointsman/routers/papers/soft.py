@@ -1,7 +1,5 @@
 """Soft MoE (Puigcerver et al. 2023, arXiv 2308.00951): experts see weighted means of all tokens, none is dropped."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -3,8 +3,6 @@
 Experts are drawn, and the router gets the gradient of the expected output, estimated with the midpoint method.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """StableMoE (Dai et al. 2022, arXiv 2204.08396): routing is learned, distilled into one of token ids, and frozen."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, Literal, cast
 

@@ -1,7 +1,5 @@
 """THOR (Zuo et al. 2022): experts at random, trained so that two random choices agree."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Top-p routing (Huang et al. 2024, arXiv 2403.07652; XMoE, Yang et al. 2024, arXiv 2403.18926)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 

@@ -3,8 +3,6 @@
 `smoe` has the losses that keep experts apart (Guo et al. 2025, arXiv 2505.22323) as options.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

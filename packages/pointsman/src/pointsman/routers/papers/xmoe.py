@@ -1,7 +1,5 @@
 """X-MoE (Chi et al., NeurIPS 2022): tokens and experts meet by their cosine on a low-dimensional sphere."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 import torch

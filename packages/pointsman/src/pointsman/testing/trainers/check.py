@@ -3,8 +3,6 @@
 python -m pointsman.testing.trainers.check TRAINER BALANCE OUT       # one of two ranks, started by this file
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import inspect

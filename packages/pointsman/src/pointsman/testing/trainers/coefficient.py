@@ -1,7 +1,5 @@
 """The lines on the coefficient of the balance loss: what one optimizer step adds to the gate's gradient for it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

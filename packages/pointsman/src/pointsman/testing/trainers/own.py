@@ -1,7 +1,5 @@
 """A step of your own on a tiny Mixtral, or a DeepSeek-V3 where a bias is asked for."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable, Sequence
