@@ -1,5 +1,6 @@
 """Every router's routing goes through every diagnostic that reads routings, and all figures are finite."""
 
+import inspect
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from pointsman import list_routers
-from pointsman.diagnostics import Diagnostics
+from pointsman.diagnostics import Diagnostics, load_summary
 from pointsman.testing.case import Case, route
 
 KINDS = ("entropy", "margin", "load", "co_activation", "collapse", "specialisation")
@@ -38,3 +39,15 @@ def test_all_figures_are_finite(spec: str) -> None:
     assert all(math.isfinite(number) for number in numbers(found))
     assert 0 <= found["entropy"]["mean"] <= math.log(routing.probs.shape[-1]) + 1e-6
     assert sum(found["load"]["share"]) == pytest.approx(1)
+
+
+def test_docstrings_name_every_figure() -> None:
+    diagnostics, case = Diagnostics(), Case("smoe+similarity")
+    layer = case.layer().eval()
+    with diagnostics.observe(layer, token_ids=torch.arange(case.batch * case.length) % 7):
+        layer(case.hidden())
+    found = diagnostics.layers[""]
+    assert len(found) == 8
+    for one in found.values():
+        text = f"{inspect.getdoc(type(one))} {inspect.getdoc(load_summary)}"
+        assert {name for name in one.result() if f"`{name}`" not in text} <= {"tokens", "assignments"}, type(one)

@@ -20,8 +20,8 @@ class RepresentationCollapse(RoutingDiagnostic):
         S_W = 1/n sum_c sum_(t in c) (h_t - mu_c)(h_t - mu_c)^T,    S_B = 1/C sum_c (mu_c - mu)(mu_c - mu)^T
     (S_B is not weighted by class size, mu is the mean over tokens: Zhu et al. 2021). Experts with fewer than two tokens
     are ignored. Eigenvalues of S_B up to max(dim, C) eps lambda_max count as zero. The value grows with the width and
-    falls with C: compare only models of equal width and C. `classes` is C, `class_tokens` n_c, `rank` that of S_B,
-    `per_class` RC / C (Zhu et al.'s NC1), `between` and `within` the traces of S_B and S_W. All are None for C < 2.
+    falls with C: compare only models of equal width and C. `classes` is C, `class_tokens` n_c, `rank` that of S_B;
+    `value` is RC, `per_class` RC / C (NC1), `between` and `within` the traces of S_B and S_W: None for C < 2.
 
     State: a count and a mean for each class, and one centred [dim, dim] matrix, in float64.
     """
@@ -184,7 +184,7 @@ class Specialisation(RoutingDiagnostic):
     `saturation`: the mean over assignments of the share of the token id's most frequent expert.
     `top`: for each expert its 20 most frequent ids as [id, count, share of all assignments of that id].
 
-    The table has at most `most_ids` rows: larger ids share the last row, and I is then a lower bound.
+    `ids`: how many occur, in at most `most_ids` rows; larger ones share the last (`pooled`): I is then a lower bound.
     """
 
     def __init__(self, most_ids: int = 1 << 16) -> None:
