@@ -259,8 +259,8 @@ def add_losses(loss: Tensor, model: nn.Module, ranks: Ranks = ALONE) -> Tensor:
             routers' losses are parts of a sum already. Divide by W neither before nor after.
 
     Raises:
-        ValueError: no scalar, no MoE layer, a layer that attaches its losses itself, forwards without gradients, or
-            other ranks than those of the model.
+        ValueError: no scalar, no MoE layer, a layer that attaches its losses itself, activation checkpointing with
+            use_reentrant=True, or other ranks than those of the model.
     """
     found = deliveries(model)
     balanced = any("pointsman_balancing" in part.__dict__ for part in model.modules())
