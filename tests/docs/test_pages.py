@@ -163,6 +163,11 @@ def test_lines_are_at_most_120_characters(page: Path) -> None:
     assert [f"line {number}: {len(line)}" for number, line in prose(page) if len(line) > 120] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_merge_was_left_half_done(page: Path) -> None:
+    assert not re.search(r"^(<<<<<<< |>>>>>>> )", page.read_text(encoding="utf-8"), re.MULTILINE)
+
+
 def anchors(page: Path) -> set[str]:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
