@@ -1,5 +1,6 @@
 """A router of one's own: the example of docs/routers/index.md, as it stands, and what a scorer is given."""
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -65,6 +66,12 @@ def test_virtual_experts_need_no_option_for_their_kind(register: Callable[..., A
     [
         ({"needs": "probability"}, "router 'mine': unknown 'probability': allowed: distribution, "),
         ({"needs": "nothing|sofmax"}, "unknown 'sofmax': did you mean 'softmax'"),
+        ({"needs": ""}, "router 'mine': unknown '': allowed: distribution, "),
+        ({"balance": -1.0}, "mine: balance=-1.0: allowed are numbers from 0"),
+        ({"balance": math.nan}, "mine: balance=nan: allowed is a number"),
+        ({"balance": "x"}, "mine: balance='x': allowed is a number"),
+        ({"fixed_k": "no"}, "mine: fixed_k='no': allowed is true or false"),
+        ({"renormalize": None}, "mine: renormalize=None: allowed is true or false"),
         ({"defaults": {"bais": False}}, "router 'mine': unknown 'bais': did you mean 'bias'"),
         ({}, "option 'sharpness' needs a type, as in sharpness: float = "),
     ],
@@ -270,3 +277,8 @@ def test_a_loss_may_not_have_the_name_of_every_routers(register: Callable[..., A
 
     with pytest.raises(ValueError, match="'weighty': a loss of its own is called 'balance', as that of every router"):
         build_router("weighty", dim=8, num_experts=4)
+
+
+def test_whole_numbers_are_no_hidden_states() -> None:
+    with pytest.raises(ValueError, match=r"smoe: hidden needs float .*, got torch.int64 \[1, 5, 8\]"):
+        MoE(8, 8, 4)(torch.zeros(5, 8, dtype=torch.int64))

@@ -139,9 +139,8 @@ class Entry:
     @property
     def halves(self) -> tuple[str, str]:
         """What it is as scores and what as choice, a line each, without what they are of another router."""
-        scores = inspect.getdoc(self.build) or ""
         choice = (inspect.getdoc(self.choose) or "") if self.choose else "The k best."
-        return scores.partition("\n")[0], choice.partition("\n")[0]
+        return (inspect.getdoc(self.build) or "").partition("\n")[0], choice.partition("\n")[0]
 
 
 def _options(build: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -215,7 +214,8 @@ def _add(table: dict[str, Entry], new: Entry) -> None:
     for name, one in new.options.items():
         if one.default is not None:
             new.check_range(name, convert(one.default, one.annotation, where := f"{new.name}: default {name}"), where)
-    for words, names in ((new.needs.replace("|", " ").split(), set(NEEDS)), (new.defaults, set(new.of_scores))):
+    new.check_range("balance", new.balance, f"{new.name}: balance")
+    for words, names in ((new.needs.replace("|", " ").split() or [""], set(NEEDS)), (new.defaults, set(new.of_scores))):
         for word in [word for word in words if word not in names]:
             raise ValueError(f"router {new.name!r}: unknown {word!r}: {did_you_mean(word, names)}")
     table[new.name] = new
@@ -253,12 +253,12 @@ def register_router(
     """
 
     def add(function: Callable[..., Stages]) -> Callable[..., Stages]:
-        rule = renormalize if callable(renormalize) else lambda layer: bool(renormalize)
-        new = Entry(
-            name, scores or function, _summary(function, scores), paper, balance, rule, starts_at, fixed_k,
+        rule = renormalize if callable(renormalize) else convert(renormalize, bool, f"{name}: renormalize")
+        _add(ROUTERS, Entry(
+            name, scores or function, _summary(function, scores), paper, convert(balance, float, f"{name}: balance"),
+            rule if callable(rule) else lambda layer: rule, starts_at, convert(fixed_k, bool, f"{name}: fixed_k"),
             function if scores else None, needs, defaults or {},
-        )  # fmt: skip
-        _add(ROUTERS, new)
+        ))  # fmt: skip
         return function
 
     return add
