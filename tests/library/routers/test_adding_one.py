@@ -280,5 +280,5 @@ def test_a_loss_may_not_have_the_name_of_every_routers(register: Callable[..., A
 
 
 def test_whole_numbers_are_no_hidden_states() -> None:
-    with pytest.raises(ValueError, match=r"smoe: hidden needs float .*, got torch.int64 \[1, 5, 8\]"):
+    with pytest.raises(ValueError, match=r"smoe: hidden: float .*, not torch.int64 \[1, 5, 8\]"):
         MoE(8, 8, 4)(torch.zeros(5, 8, dtype=torch.int64))
