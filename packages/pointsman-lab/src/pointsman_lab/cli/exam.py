@@ -74,9 +74,10 @@ def run(arguments: Sequence[str]) -> int:
 
 def plan_of(values: argparse.Namespace) -> Plan:
     """What the flags ask for."""
-    from pointsman.routers.frame.registry import list_mixers, list_routers
+    from pointsman.routers.frame.registry import list_mixers, list_routers, parse_spec
     from pointsman_lab.exam.exam import ALWAYS, Plan
     from pointsman_lab.exam.scores import QUICK, tasks
+    from pointsman_lab.exam.student import ROWS
     from pointsman_lab.runs.imports import import_named
 
     imports = list(values.imports)
@@ -102,6 +103,8 @@ def plan_of(values: argparse.Namespace) -> Plan:
             raise RunError(f"pointsman exam: {error}") from None
         use_recorded_imports(values, rows)
         imports = values.imports
+        for row in set(rows) - set(ROWS):  # before the data of the tasks is read, which takes a minute
+            parse_spec(row)
     named = tasks(list(QUICK) if values.quick else values.tasks)
     seeds = QUICK_SEEDS if values.quick else int(values.seeds)
     every = tuple(dict.fromkeys([*ALWAYS, *rows]))
