@@ -267,6 +267,8 @@ def test_an_entry_of_the_exam_is_trained_again(examined: Path) -> None:
         ),
         (lambda entry: cell_of(entry)["chosen"].update(rate=1e-3), True, "what was tried chooses smoe at"),
         (lambda entry: cell_of(entry)["tried"].pop(0), True, "a choice was not tried"),
+        (lambda entry: cell_of(entry)["tried"][0].__setitem__(3, "x"), True, r"tried has .*'x'\]; allowed is"),
+        (lambda entry: cell_of(entry)["runs"]["0"].update(curve=[[40]]), True, r"its curve has \[40\]; allowed is"),
         (lambda entry: cell_of(entry)["runs"].pop("7"), True, "the track has 0 to 7"),
         (lambda entry: cell_of(entry)["runs"]["7"].update(value=None), True, "seed 7: it diverged"),
         (lambda entry: entry["cells"].update(zipf=cell_of(entry)), True, "the tasks clusters"),
@@ -350,3 +352,11 @@ def test_a_name_is_a_name_on_the_page() -> None:
     assert not [one for one in ("<img", "[a]", "javascript:", "**", "\u202e") if one in cell]
     assert cell.endswith("(`smoe'<b>`) |")
     assert called({"name": "Mine, tuned (2)", "router": "mine"}) == "Mine, tuned (2) (`mine`)"
+
+
+def test_submit_tells_what_a_track_compares(
+    submitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--router", "of-a-stranger", "--out", str(tmp_path / "entry.json")]
+    assert main(["submit", str(submitted.parents[1] / "run"), *words]) == 0
+    assert "1 seeds, eval_tokens 512, " in capsys.readouterr().err

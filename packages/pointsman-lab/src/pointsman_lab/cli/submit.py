@@ -41,5 +41,10 @@ def run(words: Sequence[str]) -> int:
     entry = (exam_entry if exam else entry_of)(folder, values.router, values.name or values.router)
     if exam and (told := unlike_track(entry)):
         print(f"pointsman: the exam's track will refuse this entry: {told}", file=sys.stderr)
+    if not exam:
+        settings, seeds = entry["settings"], len(entry["runs"])
+        told = f"data {settings.get('data')}, {seeds} seeds, eval_tokens {settings.get('eval_tokens')}, "
+        told += f"{settings['model'].get('num_experts')} experts"
+        print(f"pointsman: {told}: a track takes its own alone (docs/leaderboard.md)", file=sys.stderr)
     print(write_whole(values.out or Path("entry.json"), json.dumps(entry, sort_keys=True) + "\n"))
     return 0

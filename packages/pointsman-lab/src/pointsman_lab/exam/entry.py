@@ -59,6 +59,11 @@ def unlike_track(entry: Mapping[str, Any]) -> str:
 def consistent(entry: Mapping[str, Any], where: str) -> None:
     """RunError where the cells contradict themselves: spec and rate are those chosen, values those of the curves."""
     for task, cell in entry["cells"].items():
+        for one in cell["tried"]:
+            match one:
+                case [str(), float() | int(), int(), float() | int() | None]:
+                    continue
+            raise RunError(f"{where}, {task}: tried has {one}; allowed is [spec, rate, seed, value]")
         tried = {(spec, rate, seed): math.inf if value is None else value for spec, rate, seed, value in cell["tried"]}
         try:
             wanted = chosen(entry["router"], lambda *one: tried[one])  # noqa: B023 - called at once
@@ -67,6 +72,8 @@ def consistent(entry: Mapping[str, Any], where: str) -> None:
         if wanted != (cell["chosen"]["spec"], cell["chosen"]["rate"]):
             raise RunError(f"{where}, {task}: what was tried chooses {wanted[0]} at {wanted[1]:g}, not the entry's")
         for seed, run in cell["runs"].items():
+            for point in [point for point in run.get("curve", ()) if len(point) != 2]:
+                raise RunError(f"{where}, {task}, seed {seed}: its curve has {point}; allowed is [step, value]")
             curve = {step: math.nan if one is None else one for step, one in run.get("curve", ()) if step is not None}
             if not curve or run["value"] is None:
                 continue
