@@ -334,3 +334,12 @@ def test_bad_input(
     error = capsys.readouterr().err
     assert words in error
     assert "Traceback" not in error
+
+
+def test_a_text_in_which_no_token_has_a_loss_is_told(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("x")
+    words = ["--data", str(tmp_path / "text.txt"), "--eval-tokens", "1", "--probe-tokens", "0"]
+    assert main(["audit", str(saved), *words, "--out", str(tmp_path / "out")]) == 0
+    assert "no token had a loss" in capsys.readouterr().err

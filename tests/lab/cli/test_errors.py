@@ -61,6 +61,10 @@ def test_a_name_that_python_takes_for_ascii_is_not_called_damaged(tmp_path: Path
         ([*COMPARE, "--set", "batch_size=4294967296"], "numbers up to 1,048,576"),
         ([*COMPARE, "--set", "lr_schedule=constant", "--set", "final_learning_rate=1e-5"], "has no effect with lr_sch"),
         ([*COMPARE, "--steps", "20", "--set", "warmup_steps=21"], "warmup_steps=21 is above steps=20"),
+        ([*COMPARE, "--out", ""], "argument --out: '': a name is missing"),
+        (["verify", ""], "argument FOLDER: '': a name is missing"),
+        (["audit", "m", "--tokenizer="], "argument --tokenizer: '': a name is missing"),
+        (["check", "loop", "--lines", ""], "an empty name between commas"),
         ([*COMPARE, "--config=--"], "--config '--': not a value"),
         ([*COMPARE, "--set=--"], "--set '--': not a value"),
         ([*COMPARE, "--config", os.devnull], "no ordinary file"),
@@ -428,3 +432,10 @@ def test_help_fits_80_columns(
     with suppress(SystemExit):
         main([*command.split(), "--help"])
     assert [line for line in capsys.readouterr().out.splitlines() if len(line) > 80] == []
+
+
+def test_a_wrong_router_is_told_before_an_exam_reads_its_data(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pointsman_lab.exam.scores.tasks", None)
+    assert "did you mean 'hyperrouter'" in refused(capsys, "exam", "hyperouter")

@@ -98,6 +98,10 @@ def run(words: Sequence[str]) -> int:
             task=task, answer_tokens=values.answer_tokens,
             progress=lambda done, _: display.advance(done, {}),
         )  # fmt: skip
+    if not any(row["tokens"] for row in result.quality):
+        print(
+            "pointsman: no token had a loss: the text is too short, or the tokenizer does not know it", file=sys.stderr
+        )
     result.save(out, data=values.data, command=shlex.join(["pointsman", "audit", *words]))
     page = write_page(out)
     print(result.markdown())  # last: whoever reads it may have enough of it

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._files import write_whole
 from pointsman_lab.cli.options import Parser
+from pointsman_lab.cli.options import words as names_of
 
 if TYPE_CHECKING:
     from pointsman.testing.trainers.lines import Verdict
@@ -37,8 +38,8 @@ def parser() -> Parser:
     flags = Parser("check", told, EPILOG.format(trainers=textwrap.fill(names, 78)))
     flags.add("trainer TRAINER", "a name, all, or FILE.py:function")
     told = "own (of the class or engine), pointsman (hf.balance, a router of ours), or both, with a comma "
-    flags.add("--balance WHOSE", f"{told}(default: own; of all: both)")
-    flags.add("--lines A,B", "only these lines")
+    flags.add("--balance WHOSE", f"{told}(default: own; of all: both)", type=names_of)
+    flags.add("--lines A,B", "only these lines", type=names_of)
     flags.common("a folder for the verdicts, as check.json and check.md", settings="")
     flags.only_cpu = "checks run on a CPU"
     return flags
@@ -50,11 +51,10 @@ def run(words: Sequence[str]) -> int:
     from pointsman.testing.trainers.check import BALANCES
     from pointsman_lab.checks import TRAINERS, find_trainer, installed
 
-    asked = (values.balance or ("own,pointsman" if values.trainer == "all" else "own")).split(",")
+    asked = values.balance or (["own", "pointsman"] if values.trainer == "all" else ["own"])
     for one in asked:
         if one not in BALANCES:
             raise RunError(f"--balance {one!r}: {did_you_mean(one, BALANCES)}")
-    lines = values.lines.split(",") if values.lines else []
     names = list(TRAINERS) if values.trainer == "all" else [values.trainer]
     found: dict[tuple[str, str], list[Verdict]] = {}
     missing = []
@@ -65,7 +65,7 @@ def run(words: Sequence[str]) -> int:
             missing.append(f"{name} ({lacks})")
             continue
         for balance in asked:
-            found[name, balance] = list(_shown(name, balance, lines))
+            found[name, balance] = list(_shown(name, balance, values.lines or ()))
     if missing:
         print(f"not installed: {', '.join(missing)}")
     if values.out:

@@ -46,6 +46,11 @@ class Parser(argparse.ArgumentParser):
         given = {"metavar": metavar or None, "help": told}
         self.add_argument(name, **{key: value for key, value in given.items() if value}, **how)
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if not arg_string and (action.type is Path or action.dest in ("tokenizer", "against", "model", "name")):
+            raise argparse.ArgumentError(action, "'': a name is missing")
+        return super()._get_value(action, arg_string)
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             raise argparse.ArgumentError(action, f"{value!r}: {did_you_mean(str(value), action.choices)}")
