@@ -357,6 +357,14 @@ def test_a_name_is_a_name_on_the_page() -> None:
 def test_submit_tells_what_a_track_compares(
     submitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--router", "of-a-stranger", "--out", str(tmp_path / "entry.json")]
-    assert main(["submit", str(submitted.parents[1] / "run"), *words]) == 0
+    folder = submitted.parents[1]
+    words = [
+        "--router",
+        "of-a-stranger",
+        "--import",
+        str(folder / "stranger.py"),
+        "--out",
+        str(tmp_path / "entry.json"),
+    ]
+    assert main(["submit", str(folder / "run"), *words]) == 0
     assert "1 seeds, eval_tokens 512, " in capsys.readouterr().err
