@@ -166,6 +166,8 @@ def test_weight_decay_leaves_biases_norms_and_embeddings_out() -> None:
     assert found | {names[id(one)] for one in others["params"]} == {
         name for name, parameter in model.named_parameters() if parameter.requires_grad
     }
+    with pytest.raises(ValueError, match="weight_decay=nan: allowed are numbers from 0"):
+        pointsman.param_groups(model, weight_decay=float("nan"))
 
 
 def test_a_router_that_is_none_is_told_in_one_line() -> None:

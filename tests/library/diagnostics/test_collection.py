@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pointsman import MoE, RoutingContext, record_routing
-from pointsman.diagnostics import Diagnostics, Fluctuation
+from pointsman.diagnostics import Diagnostics, Fluctuation, Specialisation
 from tests.library.diagnostics.helpers import same
 
 VOCABULARY = 300
@@ -104,6 +104,15 @@ def test_only_what_is_asked_for(model):
     assert set(diagnostics.result()["first"]) == {"entropy"}  # no token ids, no specialisation
     with pytest.raises(ValueError, match="did you mean 'entropy'"):
         Diagnostics("entropie")
+
+
+def test_token_ids_that_no_layer_reads_are_told(model):
+    tokens, diagnostics = torch.randint(0, VOCABULARY, (2, 4)), Diagnostics()
+    with pytest.warns(UserWarning, match="'specialisation' found nothing"):  # noqa: SIM117
+        with diagnostics.observe(model, token_ids=tokens[:, :3]):
+            model(tokens)
+    with pytest.raises(ValueError, match="most_ids=0: allowed are whole numbers from 1"):
+        Specialisation(0)
 
 
 def test_a_kind_that_was_named_and_finds_nothing_says_so(model):

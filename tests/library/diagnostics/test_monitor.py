@@ -188,6 +188,7 @@ def test_scalars_are_bounded():
     assert len(many) == 3 * 4
     assert (many["routing/least/entropy"], many["routing/greatest/entropy"]) == (0.0, 99.0)
     assert math.isclose(many["routing/mean/entropy"], 49.5)
+    assert scalars([{**row, "layer": ""}])["routing/entropy"] == 1.0  # a bare layer
 
 
 def test_a_variable_number_of_experts_is_counted_and_a_collapse_is_judged_by_its_mean():

@@ -342,6 +342,10 @@ def test_verify_names_what_differs(tmp_path: Any) -> None:
     assert "layers.0" not in str(error.value)
     with pytest.raises(ValueError, match=r"only the second has 9 tensors"):
         hf.verify(zoo.tiny_model("mixtral"), zoo.tiny_model("mixtral", num_hidden_layers=3))
+    with pytest.raises(ValueError, match="verify: Linear is no model of transformers"):
+        hf.verify(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="no mixture of experts matches 'Linear'"):
+        hf.upcycle(torch.nn.Linear(2, 2), 4)
     with torch.device("meta"):
         offloaded = type(model)(model.config)
     with pytest.raises(ValueError, match=r"verify: a model's weights are offloaded"):

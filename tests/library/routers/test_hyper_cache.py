@@ -46,6 +46,8 @@ def test_a_shared_hypernetwork_that_one_router_is_assigned_is_the_others_too() -
     spec = "hyperrouter:hyper_dim=8:share=true"
     first, second = (router.eval() for router in build_routers(spec, layers=2, dim=16, num_experts=4))
     other = build_routers(spec, layers=1, dim=16, num_experts=4)[0]
+    with pytest.raises(ValueError, match="layers=-1: allowed are whole numbers from 0"):
+        build_routers(spec, layers=-1, dim=16, num_experts=4)
     hidden = torch.randn(5, 16)
     with torch.no_grad():
         second(hidden)

@@ -135,7 +135,12 @@ def param_groups(model: nn.Module, weight_decay: float = 0.1) -> list[dict[str, 
         optimizer = torch.optim.AdamW(pointsman.param_groups(model, weight_decay=0.1), lr=1e-3)
 
     The usual rule, `p.dim() >= 2`, decays the biases of experts, which are [num_experts, hidden_dim].
+
+    Raises:
+        ValueError: `weight_decay` is no number from 0.
     """
+    if not 0 <= weight_decay < float("inf"):
+        raise ValueError(f"param_groups: weight_decay={weight_decay!r}: allowed are numbers from 0")
     left_out = undecayed(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [

@@ -51,7 +51,7 @@ class Diagnostics:
     Args:
         kinds: which of "entropy", "margin", "load", "co_activation", "collapse", "specialisation", "outputs",
             "mixing" (all by default). A kind that needs hidden states or token ids is skipped if they are not given;
-            one that is named here then warns.
+            one that is named here then warns, as does one whose token ids no layer read.
     """
 
     def __init__(self, *kinds: str) -> None:
@@ -96,7 +96,7 @@ class Diagnostics:
         if mask is not None and mask.dtype != torch.bool:
             raise ValueError(f"Diagnostics.observe: mask must be bool, True for a token that counts, got {mask.dtype}")
         records: dict[str, Routing] = {}
-        layers, fits = named_layers(model), False
+        layers, fits, ids_fit = named_layers(model), False, token_ids is None
 
         def real(context: RoutingContext | None, tokens: int) -> Tensor | None:
             nonlocal fits
@@ -107,9 +107,11 @@ class Diagnostics:
             return mask.reshape(-1) if padding is None else mask.reshape(-1) & padding
 
         def on_routing(name: str, routing: Routing, context: RoutingContext | None, hidden: Tensor) -> None:
+            nonlocal ids_fit
             records[name], self.masks[name] = routing, real(context, len(hidden))
             ids = token_ids if context is None or context.token_ids is None else context.token_ids
             ids = ids.reshape(-1) if ids is not None and ids.numel() == len(hidden) else None
+            ids_fit = ids_fit or ids is not None
             experts = layers[name].experts if name in layers else None
             self.update(name, routing, self.masks[name], hidden=hidden, token_ids=ids, experts=experts)
             mixing = self.layers.get(name, {}).get("mixing")  # of a router with a mixer, which has just mixed
@@ -128,7 +130,7 @@ class Diagnostics:
             yield records
         if mask is not None and records and not fits:
             raise ValueError(f"Diagnostics.observe: mask {list(mask.shape)}: no layer read so many tokens")
-        for kind in self._named if records else ():
+        for kind in {*self._named} | ({*self.kinds} & {"specialisation"} if not ids_fit else set()) if records else ():
             if not any(kind in layer for layer in self.layers.values()):
                 warnings.warn(f"Diagnostics: {kind!r} found nothing: it {WITHOUT[kind]}", stacklevel=3)
 

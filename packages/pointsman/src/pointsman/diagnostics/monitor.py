@@ -265,4 +265,5 @@ def scalars(rows: list[dict[str, Any]]) -> dict[str, float]:
     if len(by_layer) > MOST_LAYERS:
         of_all: dict[str, Any] = {"least": min, "mean": lambda of: sum(of) / len(of), "greatest": max}
         by_layer = {name: {key: one(of) for key, of in by_key.items()} for name, one in of_all.items()}
-    return {f"routing/{layer}/{key}": value for layer, of in by_layer.items() for key, value in of.items()}
+    tags = {name: f"routing/{name}/" if name else "routing/" for name in by_layer}  # a bare layer has the name ""
+    return {f"{tags[name]}{key}": value for name, of in by_layer.items() for key, value in of.items()}

@@ -48,6 +48,9 @@ def layer_gradients(model: nn.Module, loss: Callable[[], Tensor | None]) -> dict
 
     Args:
         loss: runs the model's forward, without auxiliary losses, and returns a scalar, or None for no gradients.
+
+    Raises:
+        ValueError: no MoE layer ran.
     """
     inputs: dict[str, tuple[Tensor, RoutingContext | None]] = {}
     outputs: dict[str, Tensor] = {}

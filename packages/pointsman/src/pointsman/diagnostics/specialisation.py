@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from pointsman._values import check_whole
 from pointsman.diagnostics.base import Given, RoutingDiagnostic, chosen, first_choice, number, table
 from pointsman.diagnostics.observe import evaluating
 from pointsman.routing import Routing
@@ -188,6 +189,7 @@ class Specialisation(RoutingDiagnostic):
     """
 
     def __init__(self, most_ids: int = 1 << 16) -> None:
+        check_whole("Specialisation: most_ids", most_ids)
         self.most_ids = most_ids
         self.table: Tensor | None = None  # [ids, E] int32 counts below 2^31
 

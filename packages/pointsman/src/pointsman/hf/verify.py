@@ -38,6 +38,8 @@ def verify(
     if any(tensor.is_meta for one in (first, second) for tensor in one.parameters()):
         raise ValueError("verify: a model's weights are offloaded, to the disk or another device: load it whole")
     found = [*_tensors(first, second)]
+    if foreign := [type(one).__name__ for one in (first, second) if not hasattr(one, "get_input_embeddings")]:
+        raise ValueError(f"verify: {foreign[0]} is no model of transformers")
     if ids is None:
         size = min(int(one.get_input_embeddings().weight.shape[0]) for one in (first, second))  # type: ignore[operator]
         ids = torch.randint(size, (2, 32), generator=torch.Generator().manual_seed(0))

@@ -84,7 +84,7 @@ def upcycle(
         ValueError: no MoE class matches the model's class, or it does not support one of the model's settings; the
             router's weights do not sum to 1.
     """
-    kind = model.config.model_type
+    kind = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
     if kind not in TARGETS:
         raise ValueError(f"upcycle: no mixture of experts matches {kind!r}: {did_you_mean(kind, TARGETS)}")
     check_whole("upcycle: num_experts", num_experts)

@@ -140,7 +140,8 @@ class Entry:
     def halves(self) -> tuple[str, str]:
         """What it is as scores and what as choice, a line each, without what they are of another router."""
         choice = (inspect.getdoc(self.choose) or "") if self.choose else "The k best."
-        return (inspect.getdoc(self.build) or "").partition("\n")[0], choice.partition("\n")[0]
+        scores = inspect.getdoc(self.build) or ""
+        return scores.partition("\n")[0], choice.partition("\n")[0]
 
 
 def _options(build: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -253,12 +254,14 @@ def register_router(
     """
 
     def add(function: Callable[..., Stages]) -> Callable[..., Stages]:
-        rule = renormalize if callable(renormalize) else convert(renormalize, bool, f"{name}: renormalize")
-        _add(ROUTERS, Entry(
-            name, scores or function, _summary(function, scores), paper, convert(balance, float, f"{name}: balance"),
-            rule if callable(rule) else lambda layer: rule, starts_at, convert(fixed_k, bool, f"{name}: fixed_k"),
+        always = renormalize if callable(renormalize) else convert(renormalize, bool, f"{name}: renormalize")
+        rule = always if callable(always) else lambda layer: always
+        weight, fixed = convert(balance, float, f"{name}: balance"), convert(fixed_k, bool, f"{name}: fixed_k")
+        new = Entry(
+            name, scores or function, _summary(function, scores), paper, weight, rule, starts_at, fixed,
             function if scores else None, needs, defaults or {},
-        ))  # fmt: skip
+        )  # fmt: skip
+        _add(ROUTERS, new)
         return function
 
     return add

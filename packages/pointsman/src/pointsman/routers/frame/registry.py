@@ -307,5 +307,6 @@ def build_routers(
         ValueError: what `build_router` raises.
     """
     specs = split_specs(spec)
+    check_whole("layers", layers, least=0)
     built = partial(build_router, dim=dim, num_experts=num_experts, top_k=top_k, vocab_size=vocab_size, shared={})
     return [built(specs[at % len(specs)], place=at) for at in range(layers)]
