@@ -116,6 +116,13 @@ def test_weights_that_accelerate_offloads_are_there_when_they_are_read(spec: str
     assert torch.equal(logits(accelerate.cpu_offload(model, "cpu")), before)
 
 
+def test_mixing_by_attention_says_where_the_projection_is_offloaded() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = hf.replace_routers(zoo.tiny_model("mixtral"), "smoe+attention")
+    with pytest.raises(ValueError, match="weight, which is offloaded: keep the attention's layers on a device"):
+        logits(accelerate.cpu_offload(model, "cpu"))
+
+
 @pytest.mark.parametrize("spec", [*PRESERVING, "xmoe", "xmoe-torchscale", "frozen-scaled"])
 def test_router_matters_and_survives_a_checkpoint(five: str, spec: str, tmp_path: Path) -> None:
     model = spread(zoo.tiny_model(five))

@@ -87,6 +87,9 @@ class Tracer:
         result = output[0] if isinstance(output, tuple) else output
         heads, width = query.shape[1], value.shape[-1]
         weight: Any = self.projection.weight  # also one that is computed, as by weight_norm
+        if weight.is_meta and not result.is_meta:
+            raise ValueError("attention-informed routing reads the output projection's weight, which is offloaded: "
+                             "keep the attention's layers on a device")  # fmt: skip
         if weight.dtype.itemsize < 2 or all(one is not self.projection for one in module.children()):
             raise ValueError("attention-informed routing reads the output projection's own weight: an adapter or "
                              "quantised numbers are not in that; merge the adapter, or leave it out")  # fmt: skip
