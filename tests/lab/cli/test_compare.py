@@ -101,6 +101,9 @@ def test_other_settings_are_refused_and_another_evaluation_is_not(
     assert main(arguments(text, out, "--set", "eval_split=valid", routers="smoe,dense")) == 0, "one after another"
     evaluated = [json.loads((out / f"runs/{row}/seed-0/evaluation.json").read_text()) for row in ("smoe", "dense")]
     assert {result["split"] for one in evaluated for result in one["results"]} == {"valid"}
+    capsys.readouterr()
+    assert main(["evaluate", str(out / "runs/dense/seed-0"), "--top-k", "1,4", "--eval-tokens", "256"]) == 0
+    assert "--top-k 1 has no effect: dense has one k, 4" in capsys.readouterr().err
 
 
 @pytest.mark.slow

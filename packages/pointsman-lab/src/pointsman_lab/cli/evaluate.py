@@ -107,6 +107,9 @@ def evaluated(
     context = EvaluationContext(autocast(config, next(saved.model.parameters()).device), display, stop)
     with using(saved.config.kernels):
         results = task.evaluate(saved.model, config, split, values.top_k or config.eval_top_k, context)
+    if left := {*(values.top_k or ())} - (found := {one["top_k"] for one in results}):
+        told = f"--top-k {','.join(map(str, sorted(left)))} has no effect"
+        display.note(f"pointsman: {told}: {config.model.router} has one k, {min(found)}")
     protocol = {**task.protocol(config), **task.description()}
     if "split" in protocol:
         protocol["split"] = split
