@@ -121,7 +121,8 @@ def _leave(ranks: Ranks, error: BaseException) -> None:
     """Says why, once among all ranks, and ends this process at once, so that none waits for it."""
     from pointsman_lab.processes import first_to_tell, is_lost, let_others_ask, lost_ranks
 
-    told = explain(error)
+    # the launcher hands SIGINT on as SIGTERM: a rank does not say which it was
+    told = explain(KeyboardInterrupt() if isinstance(error, KeyboardInterrupt) else error)
     if ranks.count == 1:  # the ranks have not met: rank 0 says it for all
         if os.environ.get("RANK", "0") != "0":
             os._exit(2)
