@@ -216,6 +216,13 @@ def test_folders_that_are_no_place_for_a_run(capsys: pytest.CaptureFixture[str],
     (tmp_path / "link").symlink_to("nowhere")
     for none in (tmp_path / "link", Path(os.devnull)):
         assert f"{none}: this is no folder; allowed is a folder" in refused(capsys, "train", "--out", str(none))
+    for words in ([], ["--paper", "hyperrouter"]):
+        assert "this is no folder; allowed" in refused(capsys, "report", "a", "--out", str(tmp_path / "link"), *words)
+        assert "this is a file; allowed is a folder" in refused(capsys, "report", "a", "--out", str(text), *words)
+    (tmp_path / "page.html").mkdir()
+    for name in ("report", "share"):
+        told = refused(capsys, name, "a", "--out", str(tmp_path / "page.html"))
+        assert "this is a folder; allowed is a file" in told
     assert "name one of its runs" in refused(capsys, "evaluate", str(comparison))
     assert "leave --against out" in refused(capsys, "diagnose", str(comparison), "--against", str(letters))
 

@@ -18,6 +18,8 @@ from pointsman_lab.registry import entries
 
 WIDTH = 78
 """Columns of a help text."""
+PAGES = (".html", ".htm")
+"""How the name of a page ends, as in `report.page.page_path`."""
 at_end = ExitStack()
 """What `main` closes when a command ends."""
 
@@ -59,9 +61,9 @@ class Parser(argparse.ArgumentParser):
         raise RunError(f"{self.prog}: {message}")
 
     def common(
-        self, out: str, settings: str = "any setting of the run, e.g. learning_rate=1e-3", *, folder: bool = True
+        self, out: str, settings: str = "any setting of the run, e.g. learning_rate=1e-3", *, folder: bool | None = True
     ) -> None:
-        """--out, --device, --config, --import, --set."""
+        """--out, --device, --config, --import, --set. `folder`: what --out is; None: a page, or the folder for it."""
         self.add("--out DIR" if folder else "--out FILE", out, type=Path)
         self.add("--device NAME", "cpu, cuda, cuda:1, … (default: cuda if there is one)")
         self.add("--config FILE", "flags from a TOML or JSON file; flags here win", type=Path)
@@ -102,15 +104,21 @@ class Parser(argparse.ArgumentParser):
             from pointsman_lab.runs.imports import import_named
 
             values.imports = [import_named(name) for name in values.imports]
-        out = getattr(values, "out", None) if self.out_is_folder else None
-        if out is not None and os.path.lexists(out) and not out.is_dir():
-            what = "a file" if out.is_file() else "no folder"
-            raise RunError(f"{self.prog}: --out {out}: this is {what}; allowed is a folder, new or not")
+        if getattr(values, "out", None) is not None:
+            self._check_out(values.out)
         if values.device is not None and getattr(values, "cluster", None) is None:  # of other machines
             if self.only_cpu and values.device != "cpu":
                 raise RunError(f"{self.prog}: --device {values.device}: {self.only_cpu}")
             choose_device(values.device)
         return values
+
+    def _check_out(self, out: Path) -> None:
+        folder = out.suffix.lower() not in PAGES if self.out_is_folder is None else self.out_is_folder
+        if folder and os.path.lexists(out) and not out.is_dir():
+            what = "a file" if out.is_file() else "no folder"
+            raise RunError(f"{self.prog}: --out {out}: this is {what}; allowed is a folder, new or not")
+        if not folder and out.is_dir():
+            raise RunError(f"{self.prog}: --out {out}: this is a folder; allowed is a file")
 
     def without_effect(self, values: argparse.Namespace, flags: Sequence[str], unless: str) -> None:
         """Raises RunError if one of `flags` was given; `unless` says when it has no effect, as "without --task"."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pointsman._errors import RunError
-from pointsman_lab.cli.options import Parser, note, words
+from pointsman_lab.cli.options import PAGES, Parser, note, words
 from pointsman_lab.cli.runs import recorded_imports
 from pointsman_lab.runs.imports import import_remembered
 from pointsman_lab.runs.paths import COMPARISON
@@ -24,7 +24,7 @@ def parser() -> Parser:
     flags.add("--figures png,svg,pdf", "static figures as well", type=words)
     told = "the map of tokens (default: pca); none opens no checkpoint"
     flags.add("--map", told, default="pca", choices=("pca", "none"))
-    flags.common("the page, or the folder for it (default: report.html in the first RUN)", settings="", folder=False)
+    flags.common("the page, or the folder for it (default: report.html in the first RUN)", settings="", folder=None)
     return flags
 
 
@@ -33,7 +33,7 @@ def run(arguments: Sequence[str]) -> int:
     values = flags.read(arguments)
     if values.paper:
         flags.without_effect(values, ("--figures", "--map"), "with --paper, which writes tables")
-        if values.out and values.out.suffix in (".html", ".htm"):
+        if values.out and values.out.suffix.lower() in PAGES:
             raise RunError(f"pointsman report: --out {values.out}: --paper writes into a folder")
     from pointsman_lab import report
     from pointsman_lab.report.figures import check_formats
