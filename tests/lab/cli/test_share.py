@@ -228,6 +228,21 @@ def test_nothing_to_share(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["share", "mine"], ["submit", "mine", "--router", "smoe"]])
+def test_only_an_earlier_file_of_the_command_is_replaced(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pointsman_lab.training.compare.check_runs", lambda folder: None)
+    write_comparison(Path("mine"), ["smoe", "xmoe"], [0])
+    for content in ("my own", '{"my": "own"}'):
+        Path("notes.json").write_text(content)
+        assert main([*words, "--out", "notes.json"]) == 2
+        assert "notes.json: it exists and is no" in capsys.readouterr().err
+        assert Path("notes.json").read_text() == content
+    assert main([*words, "--out", "new"]) == 0
+    assert main([*words, "--out", "new"]) == 0
+
+
 def test_what_open_would_refuse_is_not_shared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

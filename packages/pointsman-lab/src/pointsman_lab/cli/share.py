@@ -16,7 +16,7 @@ from pointsman_lab.registry import entries, presets
 from pointsman_lab.runs.comparison import read, read_comparison
 from pointsman_lab.runs.imports import names_in
 from pointsman_lab.runs.paths import COMPARISON
-from pointsman_lab.runs.sharing import EXAM, open_shared, share
+from pointsman_lab.runs.sharing import EXAM, is_shared, open_shared, share
 
 ENDING = ".pointsman"
 EPILOG = """examples:
@@ -42,7 +42,9 @@ def run(words: Sequence[str]) -> int:
 
     out = values.out or Path(f"{values.folder.resolve().name}{ENDING}")
     if out.is_dir():
-        raise RunError(f"pointsman share: --out {out}: this is a folder; allowed is a file")
+        raise RunError(f"pointsman share: {out}: this is a folder; name a file with --out")
+    if out.exists() and not is_shared(out):
+        raise RunError(f"pointsman share: {out}: it exists and is no file of `pointsman share`; choose another --out")
     cells = None
     if (values.folder / EXAM).is_file():
         from pointsman_lab.exam.cell import path_of

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pointsman._errors import RunError
 from pointsman_lab.cli.options import Parser
 
 EPILOG = """examples:
@@ -28,13 +29,15 @@ def parser() -> Parser:
 
 def run(words: Sequence[str]) -> int:
     values = parser().read(words)
-    from pointsman_lab._files import write_whole
+    from pointsman_lab._files import read_whole_json, write_whole
     from pointsman_lab.exam.entry import exam_entry, unlike_track
     from pointsman_lab.exam.exam import PLAN
     from pointsman_lab.runs.sharing import entry_of
     from pointsman_lab.training.compare import check_runs
 
-    folder = Path(values.target)
+    folder, out = Path(values.target), values.out or Path("entry.json")
+    if out.exists() and "sha256" not in (read_whole_json(out.resolve()) or {}):
+        raise RunError(f"pointsman submit: {out}: it exists and is no entry; choose another --out")
     exam = (folder / PLAN).is_file()
     if not exam:
         check_runs(folder)
@@ -46,5 +49,5 @@ def run(words: Sequence[str]) -> int:
         told = f"data {settings.get('data')}, {seeds} seeds, eval_tokens {settings.get('eval_tokens')}, "
         told += f"{settings['model'].get('num_experts')} experts"
         print(f"pointsman: {told}: a track takes its own alone (docs/leaderboard.md)", file=sys.stderr)
-    print(write_whole(values.out or Path("entry.json"), json.dumps(entry, sort_keys=True) + "\n"))
+    print(write_whole(out, json.dumps(entry, sort_keys=True) + "\n"))
     return 0

@@ -228,6 +228,14 @@ def _read(file: Path) -> tuple[dict[str, Any], int]:
     return told, most
 
 
+def is_shared(file: Path) -> bool:
+    """Whether `share` wrote this file."""
+    try:
+        return bool(_read(file))
+    except RunError:
+        return False
+
+
 def _most(raw: bytes) -> int:
     return min(MOST_OTHERS, SMALL + MOST_PACKED * len(raw))
 
