@@ -372,7 +372,7 @@ def test_a_row_is_of_one_source_wherever_it_lies(
     assert str(tmp_path) not in json.dumps(told)
     assert "pointsman compare --routers mine" in told["comparison"]["command"]
     capsys.readouterr()
-    assert main(["submit", str(out), "--router", "mine", "--out", str(packed), *moved]) == 2
+    assert main(["submit", str(out), "--router", "mine", "--out", str(tmp_path / "entry.json"), *moved]) == 2
     assert "comes from my_own.py, which an entry does not carry" in capsys.readouterr().err
     (elsewhere_now / "my_own.py").write_text("HALF = 0.25\n")
     forget()
