@@ -251,7 +251,7 @@ class Routing:
 
 def check_given(spec: str, dim: int, needs: Set[str], hidden: Tensor, context: RoutingContext) -> None:
     """ValueError unless hidden states [B, T, dim] and their context are what a router of this spec can take."""
-    if hidden.dim() != 3 or hidden.shape[-1] != dim or not hidden.is_floating_point():
+    if hidden.dim() != 3 or hidden.shape[-1] != dim or not hidden.dtype.is_floating_point:
         raise ValueError(f"{spec}: hidden: float [B, T, {dim}] or [N, {dim}], not {hidden.dtype} {[*hidden.shape]}")
     if context.padding_mask is not None:
         check_padding_mask(context.padding_mask, hidden.shape[:2], f"{spec}: ")
