@@ -175,7 +175,7 @@ def temporary_folder() -> Path:
 
 
 def check_writable(folder: Path, *, keep: bool = False) -> None:
-    """Writes into a folder, new or not, and leaves nothing (`keep`: but a new folder): before hours of work for it.
+    """Writes into a folder before hours of work for it, and leaves nothing; with `keep` the folder, if it is new.
 
     Raises:
         RunError: it is no folder or cannot be made, or nothing can be written into it.

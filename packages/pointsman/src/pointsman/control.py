@@ -277,7 +277,8 @@ def materialize(model: nn.Module) -> nn.Module:
 
 def _plain_spec(router: Router, scorer: LinearScorer) -> str:
     parsed = parse_spec(router.spec)
-    options = {n: v for n, v in {**parsed.options, **parsed.choice_options}.items() if n in COMMON.options}
+    given = {**parsed.options, **parsed.choice_options}
+    options = {name: value for name, value in given.items() if name in COMMON.options}
     own = {"bias": "false"} if scorer.bias is None else {}
     own |= {"gate": "sigmoid"} if isinstance(router.normalize, Sigmoid) else {}
     if parsed.choice is None or isinstance(router.score, Noisy):

@@ -148,7 +148,7 @@ def _main(words: Sequence[str]) -> int:
             keep_freed_memory()
             _check_folder()
             command = importlib.import_module(f"pointsman_lab.cli.{name}")
-            from pointsman_lab.cli.options import at_end  # takes its time
+            from pointsman_lab.cli.options import at_end  # late: --help needs no command
 
             with at_end:
                 return int(command.run(words[1:]))

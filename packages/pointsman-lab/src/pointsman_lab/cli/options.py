@@ -15,11 +15,10 @@ from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._files import parse_json, read_ordinary
 from pointsman_lab._values import flattened, most, printable, upper
 from pointsman_lab.registry import entries
+from pointsman_lab.runs.paths import is_page
 
 WIDTH = 78
 """Columns of a help text."""
-PAGES = (".html", ".htm")
-"""How the name of a page ends, as in `report.page.page_path`."""
 at_end = ExitStack()
 """What `main` closes when a command ends."""
 
@@ -113,7 +112,7 @@ class Parser(argparse.ArgumentParser):
         return values
 
     def _check_out(self, out: Path) -> None:
-        folder = out.suffix.lower() not in PAGES if self.out_is_folder is None else self.out_is_folder
+        folder = not is_page(out) if self.out_is_folder is None else self.out_is_folder
         if folder and os.path.lexists(out) and not out.is_dir():
             what = "a file" if out.is_file() else "no folder"
             raise RunError(f"{self.prog}: --out {out}: this is {what}; allowed is a folder, new or not")

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pointsman._errors import RunError
-from pointsman_lab.cli.options import PAGES, Parser, note, words
+from pointsman_lab.cli.options import Parser, note, words
 from pointsman_lab.cli.runs import recorded_imports
 from pointsman_lab.runs.imports import import_remembered
-from pointsman_lab.runs.paths import COMPARISON
+from pointsman_lab.runs.paths import COMPARISON, is_page
 
 EPILOG = """examples:
   pointsman report runs/quickstart
@@ -33,7 +33,7 @@ def run(arguments: Sequence[str]) -> int:
     values = flags.read(arguments)
     if values.paper:
         flags.without_effect(values, ("--figures", "--map"), "with --paper, which writes tables")
-        if values.out and values.out.suffix.lower() in PAGES:
+        if values.out and is_page(values.out):
             raise RunError(f"pointsman report: --out {values.out}: --paper writes into a folder")
     from pointsman_lab import report
     from pointsman_lab.report.figures import check_formats

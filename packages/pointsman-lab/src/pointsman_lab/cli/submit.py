@@ -14,7 +14,7 @@ EPILOG = """examples:
 
 The file has settings, source of the router, log, evaluation and environment.
 Send it as a pull request: leaderboard/TRACK/NAME.json. docs/leaderboard.md has
-the rules; a workflow trains one seed again and compares.
+the rules; a workflow trains seeds of it again and compares.
 """
 
 

@@ -110,7 +110,7 @@ class EvalStream:
         lengths = length + (row < longer)
         if budget is not None and budget < targets:
             lengths = np.full(rows, max(1, budget // (rows * segment_length)) * segment_length)
-        self._read(tokens, row * length + np.minimum(row, longer), lengths, segment_length, device)
+        self._set_rows(tokens, row * length + np.minimum(row, longer), lengths, segment_length, device)
 
     @classmethod
     def of_rows(cls, rows: Sequence[IdArray], segment_length: int, device: Device = "cpu") -> EvalStream:
@@ -118,10 +118,10 @@ class EvalStream:
         _check_positive(len(rows), segment_length)
         stream = cls.__new__(cls)
         sizes = np.array([len(row) for row in rows])
-        stream._read(np.concatenate(list(rows)), np.cumsum(sizes) - sizes, sizes - 1, segment_length, device)
+        stream._set_rows(np.concatenate(list(rows)), np.cumsum(sizes) - sizes, sizes - 1, segment_length, device)
         return stream
 
-    def _read(self, tokens: IdArray, starts: Ints, lengths: Ints, segment_length: int, device: Device) -> None:
+    def _set_rows(self, tokens: IdArray, starts: Ints, lengths: Ints, segment_length: int, device: Device) -> None:
         """Row r has `lengths[r]` targets after the token at `starts[r]`."""
         self._tokens, self._starts, self._lengths, self._device = tokens, starts, lengths, torch.device(device)
         self.rows, self.segment_length, self.num_tokens = len(lengths), segment_length, int(lengths.sum())

@@ -16,6 +16,7 @@ from pointsman_lab.report.inside import diagnosis_grid, inside
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.report.task_table import TaskTable, variants
 from pointsman_lab.runs.comparison import Comparison, read
+from pointsman_lab.runs.paths import is_page
 
 SCRIPTS = ("charts.js", "maps.js", "page.js", "explorer.js")
 
@@ -51,7 +52,7 @@ def write_report(
 
 def page_path(out: Path | None, comparison: Comparison) -> Path:
     """Where the page goes: `out` itself if it is called .html, else `report.html` in it, or in the directory."""
-    if out is not None and out.suffix.lower() in (".html", ".htm"):
+    if out is not None and is_page(out):
         return out
     return (out or comparison.path) / "report.html"
 

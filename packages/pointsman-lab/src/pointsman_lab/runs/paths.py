@@ -26,6 +26,11 @@ def run_path(out: Path, router: str, seed: int) -> Path:
     return within(out, "runs", slug(router), f"seed-{seed}")
 
 
+def is_page(out: Path) -> bool:
+    """Whether a name is that of a page, and not of a folder for it."""
+    return out.suffix.lower() in (".html", ".htm")
+
+
 def finetuned_path(run: Path | str, variant: str, seed: int) -> Path:
     """The default directory of a fine-tuning of `run`: RUN/finetune/VARIANT/seed-S."""
     return within(Path(run), "finetune", variant, f"seed-{seed}")

@@ -130,7 +130,8 @@ class Diagnostics:
             yield records
         if mask is not None and records and not fits:
             raise ValueError(f"Diagnostics.observe: mask {list(mask.shape)}: no layer read so many tokens")
-        for kind in {*self._named} | ({*self.kinds} & {"specialisation"} if not ids_fit else set()) if records else ():
+        expected = self._named or (() if ids_fit else ("specialisation",))
+        for kind in expected if records else ():
             if not any(kind in layer for layer in self.layers.values()):
                 warnings.warn(f"Diagnostics: {kind!r} found nothing: it {WITHOUT[kind]}", stacklevel=3)
 

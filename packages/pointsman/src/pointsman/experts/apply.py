@@ -58,7 +58,7 @@ def _path(hidden: Tensor, parameters: ExpertParameters, expert: Tensor) -> str:
     if plain_wanted() or transformed() or not (exporting() or expert.numel()):  # an export may not ask for it
         return "plain"
     kind, dtype = hidden.device.type, hidden.dtype
-    if dtype not in {"cpu": function.DTYPES, "cuda": grouped_mm.DTYPES}.get(kind, set()):
+    if dtype not in _DTYPES.get(kind, set()):
         return "plain"
     known: set[type] = {Tensor, Parameter}
     if exporting():
@@ -71,6 +71,9 @@ def _path(hidden: Tensor, parameters: ExpertParameters, expert: Tensor) -> str:
     if kind == "cuda" and dtype == torch.bfloat16 and len(parameters.w_in) >= grouped_mm.MOST_GROUPS:
         return "plain"
     return kind
+
+
+_DTYPES = {"cpu": function.DTYPES, "cuda": grouped_mm.DTYPES}
 
 
 def _each_contiguous(tensor: Tensor) -> Tensor:

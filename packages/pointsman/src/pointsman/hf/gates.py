@@ -90,9 +90,10 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
         children = dict(block.named_children())
         for name, child in children.items():
             layout = LAYOUTS.get(type(child).__name__)
-            known = "experts" in children and (hasattr(child, "top_k") or name in ("gate", "router"))
             if layout is not None and layout.block:
                 known = type(block).__name__ == layout.block
+            else:
+                known = "experts" in children and (hasattr(child, "top_k") or name in ("gate", "router"))
             if known and name != "experts":
                 yield (f"{layer}.{name}" if layer else name), child, block
 
@@ -215,7 +216,8 @@ def distinct_table(module: nn.Module, table: str) -> Tensor | None:
     """Gives every token id different experts, in place, and returns the table as it was; None without one."""
     if not table:
         return None
-    kept = (experts := module.get_buffer(table)).clone()
+    experts = module.get_buffer(table)
+    kept = experts.clone()
     ids, places = (torch.arange(size, device=experts.device) for size in experts.shape)
     experts.copy_((ids[:, None] + places) % max(experts.shape[1], int(getattr(module, "num_experts", 1))))
     return kept
@@ -238,7 +240,8 @@ def tensor_of(module: nn.Module) -> Tensor:
 def call_gate(gate: Gate) -> Any:
     """The gate's output for zero vectors; for a replaced router, the class's output for equal logits."""
     module: Any = gate.module
-    tensor, routed = tensor_of(module), hasattr(module, "pointsman_form")
+    tensor = tensor_of(module)
+    routed = hasattr(module, "pointsman_form")
     width = gate.num_experts if routed else gate.dim
     hidden = torch.zeros(PROBE_TOKENS, width, device=tensor.device, dtype=tensor.dtype)
     call = partial(module.own_class.forward, module) if routed else original_forward(module)
