@@ -42,6 +42,7 @@ class Kernels:
 PLAIN = Kernels("plain")
 """The reference path: what deterministic runs take."""
 
+_DEFAULT = Kernels()
 _own: ContextVar[Kernels | None] = ContextVar("kernels", default=None)
 _entered: list[tuple[Token[Kernels | None], Kernels]] = []  # by all threads; one without a choice takes the last
 
@@ -65,7 +66,7 @@ def using(kernels: Kernels | None) -> Iterator[None]:
 
 def active() -> Kernels:
     """The active choice of this thread. Code traced by torch.compile calls one of the functions below instead."""
-    return _own.get() or (_entered[-1][1] if _entered else Kernels())
+    return _own.get() or (_entered[-1][1] if _entered else _DEFAULT)
 
 
 def as_constant(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -79,7 +80,7 @@ def as_constant(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def exporting() -> bool:
     """Whether torch.export traces; traced by torch.compile, older versions of torch say so of every graph."""
-    return bool(as_constant(torch.compiler.is_exporting))
+    return torch.compiler.is_compiling() and bool(as_constant(torch.compiler.is_exporting))
 
 
 def plain_wanted() -> bool:
