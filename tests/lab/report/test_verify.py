@@ -43,6 +43,11 @@ def test_a_run_a_comparison_a_checkpoint_and_a_trace_are_whole(
     code, lines = verified(capsys, tmp_path / "nothing")
     assert (code, lines) == (2, [f"pointsman: {tmp_path / 'nothing'}: no such folder"])
     assert verified(capsys, tmp_path)[0] == 2
+    for file in (run / "config.json", next(run.rglob("*.safetensors"))):
+        line = f"pointsman: {file}: no routing trace; of anything else give the folder"
+        assert verified(capsys, file) == (2, [line])
+    trace.write_bytes(trace.read_bytes()[:-1])
+    assert verified(capsys, trace)[0] == 1
 
 
 def test_exported_weights_are_no_run_that_is_not_finished(

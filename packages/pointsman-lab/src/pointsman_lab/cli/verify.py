@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman_lab._files import read_json, read_lines, within, write_whole
+from pointsman_lab._files import open_named, read_json, read_lines, within, write_whole
 from pointsman_lab._shapes import shape_of
 from pointsman_lab._values import printable
 from pointsman_lab.cli.options import Parser
@@ -29,6 +29,8 @@ reads. Checksums are compared and weights of runs are loaded; a Hugging Face
 model's are compared with its index, not with its class. Code is never read.
 """
 MOST_ENTRIES = 1_000_000
+TRACE = b"pointsman-trace"
+"""In the header of every routing trace."""
 INDEX = (".safetensors.index.json", ".bin.index.json")
 """How the names of transformers' lists of shards end."""
 WORTH: dict[Any, Callable[[float], float]] = {"bits_per_character": lambda n: n / math.log(2), "perplexity": math.exp}
@@ -63,6 +65,9 @@ def kind_of(root: Path) -> str:
     if not root.exists():
         raise RunError(f"{root}: no such folder")
     if root.is_file():
+        with open_named(root) as file:
+            if TRACE not in file.read(1 << 20):
+                raise RunError(f"{root}: no routing trace; of anything else give the folder")
         return "a routing trace"
     if not os.access(root, os.R_OK | os.X_OK):
         raise RunError(f"{root}: no permission to read this folder")
