@@ -349,6 +349,7 @@ def test_an_uneven_model_is_verified_beside_an_even_one_and_stays_a_model(tmp_pa
         ("mixtral", {"max_tokens": 0}, "compress: max_tokens=0"),
         ("mixtral", {"texts": "w1 w2"}, "texts: 'text' is one string"),
         ("mixtral", {"texts": ["w1", "w2"]}, "there is no held-out text with a loss"),
+        ("mixtral", {"texts": ["un known"] * 9}, "at least two rows of text that the tokenizer knows are needed"),
     ],
 )
 def test_what_cannot_be_done_is_refused(name: str, change: dict[str, Any], says: str) -> None:

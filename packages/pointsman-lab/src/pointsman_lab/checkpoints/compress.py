@@ -174,7 +174,8 @@ def compress(
             with set_top_k(model, k):
                 bases[k] = measured(model, held_out)
         if not sum(tokens for _, tokens in bases[own]):
-            raise ValueError("compress: there is no held-out text with a loss: at least two rows of text are needed")
+            told = "at least two rows of text that the tokenizer knows are needed"
+            raise ValueError(f"compress: there is no held-out text with a loss: {told}")
         if not math.isfinite(loss := mean_of(bases[own])):
             raise ValueError(f"compress: the model's loss is {loss}: it overflows, or its weights are not finite")
         tell(f"calibrates on {sum(int(one.mask.sum()) for one in calibrate):,} tokens")
