@@ -258,11 +258,12 @@ def test_from_scratch_starts_from_fresh_weights(run: Path, task: str, tmp_path: 
 def test_rows_without_a_balance_loss(router: str, run: Path, task: str, tmp_path: Path) -> None:
     config = RunDirectory(run).config().with_overrides({"model.router": router, "steps": 1})
     train(config, tmp_path)
-    settings = Finetuning(task, steps=1, balance=0.5, settings=FAST)
-    out, display = finetuned_path(tmp_path, settings.variant, 0), Notes()
     width = {"dense-matched": 2 * config.model.expert_width}.get(router, 0)
+    settings = Finetuning(task, steps=1, train_top_k="1" if width else None, balance=0.5, settings=FAST)
+    out, display = finetuned_path(tmp_path, settings.variant, 0), Notes()
     finetune(tmp_path, settings, out=out, progress=display)
     assert f"balance=0.5 has no effect: {router} has no balance loss to weigh" in display.notes
+    assert (f"train_top_k=1 has no effect: {router} has no router" in display.notes) == bool(width)
     assert not width or len(weights(out)["backbone.layers.1.feed_forward.w_in"]) == width, "as in pre-training"
     assert "--balance 0.5" in (told := command(read(out)))
     assert "--task-top-k" not in told

@@ -68,6 +68,10 @@ def finetune(
     directory = RunDirectory(out or finetuned_path(run, settings.variant, seed))
     if settings.preset and settings.freeze == settings.defaults.presets[settings.preset][0]:
         settings = settings.for_router(pretrained.config.model.router)  # a dense model lacks what a preset freezes
+    if settings.train_top_k is not None and not pretrained.sparse:
+        progress.note(
+            f"train_top_k={settings.train_top_k} has no effect: {pretrained.config.model.router} has no router"
+        )
     data = data or open_task(settings.task)
     config = settings.config(pretrained.config, data, seed)
     weights = None if settings.from_scratch else pretrained.model.state_dict()
