@@ -22,7 +22,7 @@ from pointsman_lab.exam import cell as cells_module
 from pointsman_lab.exam import run as run_module
 from pointsman_lab.exam.card import Card, level, write_card
 from pointsman_lab.exam.cell import VERSION, chosen, fill, read_cell, variants
-from pointsman_lab.exam.exam import ALWAYS, Plan, collect, examine, written_record
+from pointsman_lab.exam.exam import ALWAYS, Plan, collect, examine, worker, written_record
 from pointsman_lab.exam.run import adjusted_mutual_information, experts_per_token, heaviest, rate_at, run, used
 from pointsman_lab.exam.scores import QUICK, TASKS, difference, regret, scores, tasks
 from pointsman_lab.exam.sequences import Sources, language_bytes
@@ -214,7 +214,7 @@ def test_the_rate_is_chosen_on_seeds_of_its_own() -> None:
 
     assert chosen("smoe+similarity", value) == ("smoe+similarity:tau=8", 1e-2)
     assert {seed for _, _, seed in asked} == set(cells_module.TUNING_SEEDS)
-    assert len(asked) == cells_module.count("smoe+similarity", 0)
+    assert cells_module.count("smoe+similarity", 0, {"tried": [], "runs": {}}) == (0, len(asked))
 
 
 @pytest.mark.parametrize("best", cells_module.RATES)
@@ -229,6 +229,28 @@ def test_rates_are_tried_until_the_best_lies_between_two_others(best: float) -> 
     ends = (cells_module.RATES[0], cells_module.RATES[-1])
     assert best in ends or min(tried) < best < max(tried)
     assert len(tried) <= 9
+
+
+@pytest.mark.parametrize("best", [1e-2, 1.0])
+def test_progress_never_tells_more_runs_than_there_are(
+    best: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cells_module, "run", lambda task, row, seed, rate, check: {"value": abs(np.log(rate / best))})
+    told, totals = list[int](), list[int]()
+
+    class Seen(Quiet):
+        def phase(self, name: str, total: int, done: int = 0) -> None:
+            totals.append(total)
+
+        def advance(self, done: int, figures: object) -> None:
+            assert done <= totals[-1]
+            told.append(done)
+
+    work = worker(tmp_path, 2, (), None)
+    for _ in range(2):  # also of a cell that is done already
+        work(("clusters", "smoe"), Seen(), None)
+        assert told[-1] == totals[-1]
+    assert told == [*range(told[-1] + 1), told[-1]]
 
 
 def test_a_row_with_a_run_that_diverged_has_no_score() -> None:

@@ -72,18 +72,22 @@ def is_whole(cell: Mapping[str, Any], seeds: int) -> bool:
     return "refused" in cell or all(str(seed) in cell["runs"] for seed in range(seeds))
 
 
-def count(row: str, seeds: int) -> int:
-    """How many runs a cell takes, if the first rates hold the best one between them."""
-    return len(FIRST) + len(variants(row)) - 1 + KEPT + seeds
+def count(row: str, seeds: int, cell: Mapping[str, Any]) -> tuple[int, int]:
+    """How many runs a cell has, and how many it takes if the rates that were tried hold the best one between them."""
+    tried = len(cell["tried"])
+    rates = max(len(FIRST), len({rate for _, rate, _, _ in cell["tried"]}))
+    tuning = tried if "chosen" in cell else rates + len(variants(row)) - 1 + KEPT
+    return tried + len(cell["runs"]), tuning + max(seeds, len(cell["runs"]))
 
 
 def fill(
-    task: Task, row: str, seeds: int, out: Path, check: Callable[[], None], told: Callable[[int], None],
+    task: Task, row: str, seeds: int, out: Path, check: Callable[[], None], told: Callable[[Mapping[str, Any]], None],
     place: tuple[int, int] | None = None,
 ) -> None:  # fmt: skip
     """Does what is missing of a cell; every run that ends is kept, one that is interrupted starts anew.
 
     Args:
+        told: gets the cell after each run.
         place: `place_of` the directory as the command began.
     """
     cell, place = read_cell(out, task.name, row), place or place_of(out)
@@ -92,7 +96,7 @@ def fill(
         if place and place_of(out) != place:
             raise RunError(f"{out} was removed or renamed while the exam trained; nothing more is saved")
         write_whole(path_of(out, task.name, row), json.dumps(cell) + "\n")
-        told(len(cell["tried"]) + len(cell["runs"]))
+        told(cell)
 
     def done(spec: str, seed: int, rate: float) -> dict[str, Any]:
         try:

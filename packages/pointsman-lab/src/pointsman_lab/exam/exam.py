@@ -174,10 +174,18 @@ def worker(out: Path, seeds: int, imports: Sequence[str], held: tuple[int, int] 
             except Stopped:
                 raise Stopped("stopped; every run that ended is kept: the same command goes on") from None
 
-        before = read_cell(out, task, row)
-        progress.phase("runs", count(row, seeds), len(before["tried"]) + len(before["runs"]))
+        shown = 0
+
+        def told(cell: Mapping[str, Any]) -> None:
+            nonlocal shown
+            done, total = count(row, seeds, cell)
+            if total != shown:
+                progress.phase("runs", shown := total, done)
+            progress.advance(done, {})
+
+        told(read_cell(out, task, row))
         try:
-            fill(TASKS[task], row, seeds, out, check, lambda done: progress.advance(done, {}), held)
+            fill(TASKS[task], row, seeds, out, check, told, held)
         except (Stopped, ValueError, OSError, ImportError):
             raise
         except Exception as error:
