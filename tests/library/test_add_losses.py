@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import pickle
 import sys
 import threading
@@ -154,6 +155,17 @@ def test_what_cannot_be_right_is_refused() -> None:
         pointsman.add_losses(loss, Model(attach=True))
     with pytest.raises(ValueError, match=r"loss is of shape \[3\]: give a scalar"):  # whose sum would count thrice
         pointsman.add_losses(torch.zeros(3), Model())
+    for none in (None, 0.5):  # a model of transformers without labels returns None
+        with pytest.raises(ValueError, match=f"loss is {none}, no tensor: give a scalar tensor"):
+            pointsman.add_losses(none, Model())  # type: ignore[arg-type]
+    scales: list[Any] = [math.nan, math.inf, -1.0, "1", None, torch.ones(2), torch.tensor(math.nan)]
+    for scale in scales:
+        attached = Model(attach=True)
+        with pytest.raises(ValueError, match=r"set_loss_scale: scale=.*: allowed are numbers from 0"):
+            pointsman.set_loss_scale(attached, scale)
+        assert attached.first.delivery.scale == 1
+    pointsman.set_loss_scale(attached, torch.full((1,), 0.25))
+    assert attached.first.delivery.scale == 0.25
     model, hidden = Model(recompute=True), data().requires_grad_()
     loss = model(hidden).square().mean()
     with pytest.raises(ValueError, match="use_reentrant=False"):

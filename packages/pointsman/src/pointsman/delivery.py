@@ -6,6 +6,7 @@ loop's backward passes a layer whose losses nobody took, the layer warns, once.
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -266,28 +267,24 @@ def add_losses(loss: Tensor, model: nn.Module, ranks: Ranks = ALONE) -> Tensor:
     balanced = any("pointsman_balancing" in part.__dict__ for part in model.modules())
     if not found and not balanced:
         raise ValueError(f"add_losses: {type(model).__name__} has no MoE layer in it; of transformers, call hf.balance")
-    for name, one in found.items():
-        if one.how == "attach":
-            raise ValueError(f"add_losses: layer {name!r} attaches its losses; build it without attach_losses=True")
-    if isinstance(loss, Tensor) and loss.numel() != 1:
-        raise ValueError(f"add_losses: loss is of shape {list(loss.shape)}: give a scalar, its mean for example")
+    if (name := next((name for name, one in found.items() if one.how == "attach"), None)) is not None:
+        raise ValueError(f"add_losses: layer {name!r} attaches its losses; build it without attach_losses=True")
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        told = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}, no tensor"
+        raise ValueError(f"add_losses: loss is {told}: give a scalar tensor, a mean for example")
     _check_ranks(model, ranks)
     if balanced and torch.is_grad_enabled():
         from pointsman.hf.balance import take  # transformers is imported only for its own models
 
         loss = sum(take(model), loss)
-    if ranks.count > 1:
-        loss = loss / ranks.count
+    loss = loss / ranks.count if ranks.count > 1 else loss
     if torch.is_grad_enabled():
-        for one in found.values():
-            for value in one.take():
-                loss = loss + value.to(loss.device)
+        loss = sum((value.to(loss.device) for one in found.values() for value in one.take()), loss)
     return loss
 
 
 def _check_ranks(model: nn.Module, ranks: Ranks) -> None:
-    every = [one for part in model.modules() if isinstance(one := getattr(part, "ranks", None), Ranks)]
-    own = max((one.count for one in every), default=1)
+    own = max((one.count for part in model.modules() if isinstance(one := getattr(part, "ranks", 0), Ranks)), default=1)
     if own > ranks.count:
         raise ValueError(f"add_losses: the model is divided over {own} ranks: write add_losses(loss, model, ranks), "
                          "which divides the loss; divide it neither before nor after")  # fmt: skip
@@ -305,13 +302,15 @@ def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
     """Scales attached losses as the main loss is scaled (1 / accumulation steps, a loss scaler's factor).
 
     Raises:
-        ValueError: a layer whose losses are collected; `add_losses` makes them part of the main loss.
+        ValueError: a layer whose losses are collected (`add_losses` adds them), or a scale that is no number from 0.
     """
+    number = float(scale) if hasattr(scale, "__float__") and torch.as_tensor(scale).numel() == 1 else math.nan
+    if not 0 <= number < math.inf:
+        raise ValueError(f"set_loss_scale: scale={scale!r}: allowed are numbers from 0")
     found = deliveries(model)
-    for name, one in found.items():
-        if one.how != "attach":
-            raise ValueError(f"set_loss_scale: layer {name!r} attaches no losses: scale the loss that add_losses "
-                             "returns, or build the layer with attach_losses=True")  # fmt: skip
+    if (name := next((name for name, one in found.items() if one.how != "attach"), None)) is not None:
+        raise ValueError(f"set_loss_scale: layer {name!r} attaches no losses: scale the loss that add_losses "
+                         "returns, or build the layer with attach_losses=True")  # fmt: skip
     for one in found.values():
-        one.scale.copy_(torch.as_tensor(scale))
+        one.scale.fill_(number)
         one.knows_scale = True
