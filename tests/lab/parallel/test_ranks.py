@@ -31,6 +31,10 @@ def test_starting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
     assert start() is ALONE
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RunError, match="device 'tpu': several processes run on cpu or cuda"):
+        start("tpu")
+    monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(RunError, match=r"RANK=3: allowed are 0 to 0 \(WORLD_SIZE=1\)"):
         start()
