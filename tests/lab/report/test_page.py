@@ -122,6 +122,11 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
     out = write_report(paths, tmp_path / "both.html")
     assert out == tmp_path / "both.html"
     assert Page(out.read_text()).data["routers"] == ["smoe", "hyperrouter"]
+    assert write_report(paths, out) == out  # its own page it replaces
+    out.write_text("<title>My site</title>")
+    with pytest.raises(RunError, match=r"both\.html: it exists and is no page of `pointsman report`"):
+        write_report(paths, out, samples=True)
+    assert out.read_text() == "<title>My site</title>"
 
 
 def test_names_of_rows_are_no_words_of_the_text(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pointsman_lab._files import check_writable, write_whole
+from pointsman._errors import RunError
+from pointsman_lab._files import check_writable, disk_errors, open_named, write_whole
 from pointsman_lab._grid import NONE, Grid
 from pointsman_lab.registry import entries
 from pointsman_lab.report import commands, protocol, series
@@ -18,6 +19,7 @@ from pointsman_lab.report.task_table import TaskTable, variants
 from pointsman_lab.runs.comparison import Comparison, read
 from pointsman_lab.runs.paths import is_page
 
+OURS = b'<meta name="generator" content="pointsman '
 SCRIPTS = ("charts.js", "maps.js", "page.js", "explorer.js")
 
 
@@ -37,17 +39,23 @@ def write_report(
         note: told which runs are sampled, and which cannot be.
 
     Raises:
-        RunError: no run, a damaged file, jinja2 missing, or a folder that cannot be written.
+        RunError: no run, a damaged file, jinja2 missing, a folder that cannot be written, or a file in the page's
+            place that pointsman did not write.
     """
     comparison = read(path)
+    page = page_path(out, comparison)
+    if out is not None and page.exists():
+        with disk_errors(page, "whose page it is cannot be told"), open_named(page) as opened:
+            if (head := opened.read(4096)) and OURS not in head:
+                raise RunError(f"{page}: it exists and is no page of `pointsman report`; choose another --out")
     if samples:
         from pointsman_lab.report.samples import collect_all
 
         check_jinja()  # before the samples, which take a while
-        check_writable(page_path(out, comparison).parent)
-        keep = page_path(out, comparison).absolute().is_relative_to(comparison.path.absolute())
+        check_writable(page.parent)
+        keep = page.absolute().is_relative_to(comparison.path.absolute())
         comparison = collect_all(comparison, note=note, keep=keep)
-    return write_whole(page_path(out, comparison), render(comparison))
+    return write_whole(page, render(comparison))
 
 
 def page_path(out: Path | None, comparison: Comparison) -> Path:
