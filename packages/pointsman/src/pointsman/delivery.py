@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any, Literal
 from weakref import ref
 
@@ -304,13 +305,13 @@ def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
     Raises:
         ValueError: a layer whose losses are collected (`add_losses` adds them), or a scale that is no number from 0.
     """
-    number = float(scale) if hasattr(scale, "__float__") and torch.as_tensor(scale).numel() == 1 else math.nan
-    if not 0 <= number < math.inf:
+    value = torch.as_tensor(scale if isinstance(scale, Tensor | Real) else math.nan)
+    if value.numel() != 1 or not (value.is_cuda or 0 <= value < math.inf):  # a GPU's is not waited for
         raise ValueError(f"set_loss_scale: scale={scale!r}: allowed are numbers from 0")
     found = deliveries(model)
     if (name := next((name for name, one in found.items() if one.how != "attach"), None)) is not None:
         raise ValueError(f"set_loss_scale: layer {name!r} attaches no losses: scale the loss that add_losses "
                          "returns, or build the layer with attach_losses=True")  # fmt: skip
     for one in found.values():
-        one.scale.fill_(number)
+        one.scale.copy_(value.reshape(()))
         one.knows_scale = True
