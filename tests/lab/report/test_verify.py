@@ -78,6 +78,10 @@ def test_figures_and_settings_that_contradict_the_rest(tmp_path: Path, capsys: p
     record, run = write_record(out), out / "runs/r0/seed-1"
     assert record
     assert verified(capsys, out)[0] == 0
+    kept = (run / "metrics.jsonl").read_bytes()
+    shutil.copy(out / "runs/r0/seed-0/metrics.jsonl", run)
+    assert verified(capsys, out)[1][0] == f"{run / 'metrics.jsonl'}: not what record.jsonl has of this run"
+    (run / "metrics.jsonl").write_bytes(kept)
     file = run / "evaluation.json"
     evaluation = json.loads(file.read_text())
     evaluation["results"][0]["value"] -= 0.5

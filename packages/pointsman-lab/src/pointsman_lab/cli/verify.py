@@ -1,5 +1,6 @@
 """`pointsman verify FOLDER`: whether a folder is whole, and what in it would be refused."""
 
+import json
 import math
 import os
 import stat
@@ -15,7 +16,7 @@ from pointsman_lab._shapes import shape_of
 from pointsman_lab._values import printable
 from pointsman_lab.cli.options import Parser
 from pointsman_lab.runs import paths
-from pointsman_lab.runs.compact import RECORD, read_record
+from pointsman_lab.runs.compact import RECORD, packed, read_record
 from pointsman_lab.runs.comparison import read
 from pointsman_lab.runs.record import is_model, read_metrics
 
@@ -248,9 +249,16 @@ def _shards(file: Path) -> None:
 
 def _as_recorded(root: Path) -> None:
     for entry in read_record(root):
-        file = within(root, *entry["path"].split("/"), paths.EVALUATION)
-        if file.is_file() and read_json(file) != entry["files"][paths.EVALUATION]:
-            raise RunError(f"{file}: not what {RECORD} has of this run")
+        run, recorded = within(root, *entry["path"].split("/")), entry["files"]
+        found = packed(run)
+        for name in (paths.EVALUATION, paths.METRICS):
+            if name in found and name in recorded and _rows(found[name]) != _rows(recorded[name]):
+                raise RunError(f"{run / name}: not what {RECORD} has of this run")
+
+
+def _rows(content: Any) -> list[str]:
+    """An object, or rows of metrics in whatever order; NaN equals itself."""
+    return sorted(json.dumps(row) for row in (content if isinstance(content, list) else [content]))
 
 
 def _examined(root: Path) -> None:
