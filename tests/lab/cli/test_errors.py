@@ -116,6 +116,7 @@ def test_a_name_that_python_takes_for_ascii_is_not_called_damaged(tmp_path: Path
         (["report", "run", "--paper", "x-moe", "--map", "none"], "--map has no effect with --paper"),
         (["report", "run", "--figures", "gif"], "allowed: pdf, png, svg"),
         (["audit", "model", "--set", "x=1"], "unknown flag --set"),
+        (["submit", "entry", "--routr", "smoe"], "unknown flag --routr: did you mean '--router'"),
         (["train", "smoe"], "--router smoe"),
         (["train", "vmoe-s32-last2"], "--preset vmoe-s32-last2"),
         (

@@ -83,9 +83,9 @@ class Parser(argparse.ArgumentParser):
             if flag.startswith("--") and equals and value == "--":  # argparse takes it for the end of the flags
                 raise RunError(f"{self.prog}: {flag} '--': not a value")
         self.defaults = {action.dest: action.default for action in self._actions}
-        asked = any(word.partition("=")[0] == "--config" for word in words)
+        asked = {"-h", "--help"}.isdisjoint(words)  # which shows what is needed
         needed = [action for action in self._actions if asked and action.required and action.option_strings]
-        for action in needed:  # the file may have them
+        for action in needed:  # a file may have them, and an unknown flag is told first
             action.required = False
         values, unknown = self.parse_known_args(list(words))
         if unknown:
@@ -96,9 +96,8 @@ class Parser(argparse.ArgumentParser):
         if getattr(values, "config", None) is not None:
             self.set_defaults(**self._from_file(values.config))
             values = self.parse_args(list(words))
-        for action in needed:
-            if getattr(values, action.dest) is None:
-                self.error(f"the following arguments are required: {action.option_strings[0]}")
+        if missing := [action.option_strings[0] for action in needed if getattr(values, action.dest) is None]:
+            self.error(f"the following arguments are required: {', '.join(missing)}")
         if getattr(values, "imports", None):
             from pointsman_lab.runs.imports import import_named
 
