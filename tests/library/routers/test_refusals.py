@@ -87,6 +87,7 @@ MISTAKES = {
     "smoe:balance=0.1@loss-free": "'balance' is an option of the choice",
     "xmoe@loss-free:routing_dim=4": "'routing_dim' is an option of the scores: write it before '@'",
     "xmoe@loss-fre": "did you mean 'loss-free'",
+    "smoe@attentoin": "unknown router 'attentoin': allowed: base, compete, default, depths",
     "xmoe@loss-free:ratee=1": "did you mean 'rate'",
     "smoe@xmoe@base": "at most one choice",
     "smoe+similarity@loss-free": "the mixer comes last",

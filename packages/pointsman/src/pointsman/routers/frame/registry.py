@@ -93,9 +93,9 @@ def parse_spec(spec: str) -> ParsedSpec:
             one = name if name in BASELINES else choice
             raise ValueError(f"router spec {spec!r}: {one!r} has no router and takes no options")
         return ParsedSpec(name, {})
-    for one in (name, choice):
+    for one, allowed in ((name, ROUTERS | MIXERS | BASELINES), (choice, ROUTERS)):
         if one is not None and one not in ROUTERS:
-            raise ValueError(f"unknown router {one!r}: {did_you_mean(one, ROUTERS | MIXERS | BASELINES)}")
+            raise ValueError(f"unknown router {one!r}: {did_you_mean(one, allowed)}")
     parsed = ParsedSpec(name, options, mixer, mixer_options, choice, choice_options)
     halves(parsed, spec)
     if mixer is not None:
