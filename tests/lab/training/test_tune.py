@@ -215,8 +215,9 @@ def test_a_choice_that_diverges_is_passed_over(tmp_path: Path, capsys: pytest.Ca
     text.write_text(TEXT)
     more = ["--set", "clip_norm=0", "--set", "warmup_steps=1", "--train-top-k", "2", "--jobs", jobs, "--steps", "8"]
     command = [*arguments(text, out, routers="smoe,dense"), *more]
-    assert main([*command, "--tune", "learning_rate=1e-3,1e9"]) == 0
+    assert main([*command, "--tune", "learning_rate=1e-3,1e9", "--names", "smoe=Plain"]) == 0
     shown = capsys.readouterr()
+    assert "Plain, seed 1000" in shown.out
     assert "passed over: router smoe, seed 1000: step " in shown.err
     curve = json.loads((tmp_path / "out-tuning" / "tuning.json").read_text())["curve"]
     for row in ("smoe", "dense"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from pointsman_lab.cli.ranks import FLAGS as RANK_FLAGS
 from pointsman_lab.cli.ranks import add_rank_flags, in_a_rank, joined, launched
 from pointsman_lab.cli.runs import add_run_flags, run_config, use_recorded_imports, write_page
 from pointsman_lab.runs.comparison import read_comparison, read_plan, required_plan, save_plan, with_shown
+from pointsman_lab.runs.record import label
 
 if TYPE_CHECKING:
     from pointsman.parallel.layout import Layout
@@ -119,7 +120,8 @@ def run(arguments: Sequence[str]) -> int:
     plan = Plan(run_config(values, "smoe"), tuple(values.routers), tuple(range(values.seeds)), command)
     known = read_plan(values.out) or {"routers": ()}
     rows = dict.fromkeys((*known["routers"], *plan.routers))
-    with_shown({**known, "routers": rows}, values.names, values.baseline, ())  # told before the training
+    # told before the training
+    called = with_shown({**known, "routers": rows}, values.names, values.baseline, ())["shown"]["names"]
     check_columns(values, plan)
 
     def tables() -> None:
@@ -137,7 +139,7 @@ def run(arguments: Sequence[str]) -> int:
             alone = values.jobs is None and ranks.count == 1 and hosts is None
             jobs = default_jobs(plan.base, device) if alone else values.jobs or (1 if hosts else None)
             if values.tune:
-                plan = tuned_plan(plan, values.tune, values.out, device, jobs, hosts)
+                plan = tuned_plan(plan, values.tune, called, values.out, device, jobs, hosts)
             with display if ranks.first else nullcontext(), stop_on_signals(tell=ranks.first) as stop:
                 compare(
                     plan, values.out, device=device, jobs=jobs, hosts=hosts,
@@ -168,7 +170,10 @@ def check_columns(values: Any, plan: Plan) -> None:
             raise RunError(f"--columns {name}: {did_you_mean(name, known)}")
 
 
-def tuned_plan(plan: Plan, told: Sequence[str], out: Path, device: str, jobs: int | None, hosts: Hosts | None) -> Plan:
+def tuned_plan(
+    plan: Plan, told: Sequence[str], called: Mapping[str, str], out: Path, device: str, jobs: int | None,
+    hosts: Hosts | None,
+) -> Plan:  # fmt: skip
     """The plan with the settings that `--tune` finds; prints each row's curve."""
     from pointsman_lab.report.cell import metric
     from pointsman_lab.training.compare import compare
@@ -182,8 +187,8 @@ def tuned_plan(plan: Plan, told: Sequence[str], out: Path, device: str, jobs: in
                 data_progress=display.data, pass_over=True,
             )  # fmt: skip
 
-        note = partial(print, file=sys.stderr)
-        return tuned(plan, told, out, train, print, lambda name: metric(name).lower_is_better, note)
+        note, title = partial(print, file=sys.stderr), lambda row: called.get(label(row), row)
+        return tuned(plan, told, out, train, print, lambda name: metric(name).lower_is_better, note, title)
 
 
 def shown(values: Any) -> str:

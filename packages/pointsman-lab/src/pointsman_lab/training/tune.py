@@ -90,6 +90,7 @@ def tuned(
     say: Callable[[str], None],
     lower_is_better: Callable[[str], bool],
     note: Callable[[str], None] = lambda _: None,
+    title: Callable[[str], str] = str,
 ) -> Plan:
     """The plan with each row's settings; rows that the comparison in `out` has already keep theirs.
 
@@ -101,6 +102,7 @@ def tuned(
         say: gets the table of each row's choices.
         lower_is_better: of a metric's name.
         note: told which rows keep settings that were not chosen among these.
+        title: what a row is called in the tables.
     """
     if shared_seeds := sorted({*SEEDS} & {*plan.seeds}):
         raise RunError(f"--tune uses seed {shared_seeds[0]}, which is then no seed of a result: fewer --seeds")
@@ -172,7 +174,7 @@ def tuned(
             found[row] = {text: [None if math.isinf(one) else one for one in each] for text, each in values.items()}
         write_whole(file, json.dumps({"seeds": SEEDS, "k": k, "curve": {**kept, **found}}) + "\n")
     for row, values in curve.items():
-        say(_table(row, values, _text(left[row][0]), plan.base.steps))
+        say(_table(title(row), values, _text(left[row][0]), plan.base.steps))
     routers = dict.fromkeys(names.get(row) or spec_of(row, left[row][0]) for row in plan.routers)
     return replace(plan, routers=tuple(routers), tuned={**held, **picked})
 
