@@ -82,3 +82,10 @@ def test_sigmoids_that_are_all_one_are_ranked_by_their_logits(threshold: float, 
     routing = router(torch.randn(1, 500, 4))
     best = (routing.probs if mixer else routing.logits).argmax(-1)
     assert torch.equal(routing.experts[:, 0], best)
+
+
+def test_it_starts_as_the_published_code_does() -> None:
+    score = build_router("dynmoe", dim=8, num_experts=4).score
+    assert torch.allclose(score.weight @ score.weight.T, torch.eye(4), atol=1e-6)
+    assert score.temperature.item() == pytest.approx(math.log(1 / 0.1))  # its init_t
+    assert not score.threshold.any()

@@ -103,7 +103,8 @@ def test_the_gradient_of_the_load_is_that_of_its_values() -> None:
 def test_it_starts_uniform_in_training() -> None:
     """W = W_n = 0: 3,000 tokens go to each of 6 experts equally often (chi-square, 5 degrees of freedom, 0.1 %)."""
     router = build_router("noisy-topk", dim=4, num_experts=6, top_k=2)
-    assert not router.score.weight.any() or router.score.noise_weight.any()
+    assert not router.score.weight.any()
+    assert not router.score.noise_weight.any()
     counts = torch.bincount(route(router, torch.randn(1, 3000, 4)).experts.reshape(-1), minlength=6)
     assert float(((counts - 1000.0) ** 2 / 1000).sum()) < 20.5
     assert build_router("noisy-topk:init=normal", dim=4, num_experts=6).score.weight.std() > 0.01
