@@ -47,6 +47,15 @@ def test_large_logits_do_not_overflow() -> None:
     assert plan(scores).isfinite().all()
 
 
+@pytest.mark.parametrize("masked", [True, False])
+def test_logarithms_give_what_products_give(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = 3 * torch.randn(2, 9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(9) < torch.tensor([[5], [9]]) if masked else None
+    expected = column_potentials(scores, mask, 20)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    torch.testing.assert_close(column_potentials(scores, mask, 20), expected)
+
+
 @pytest.mark.parametrize("k", [1, 2, 6])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("group", ["batch", "sequence"])
