@@ -109,6 +109,8 @@ def test_the_command_of_a_run_with_a_router_of_its_own_imports_it(tmp_path: Path
     (run / "config.json").write_text(json.dumps({**config, "imports": ["my_routers"]}))
     assert "pointsman train --router elsewhere" in page(run).text
     assert "--import my_routers" in page(run).text
+    (run / "environment.json").write_text('{"origin": {"my_routers.py": "d694"}}')
+    assert "origin · my_routers.py" in page(run).text
 
 
 def test_page_of_a_comparison_that_has_not_begun(tmp_path: Path) -> None:

@@ -212,6 +212,8 @@ def environment(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def _words(name: str) -> str:
+    if name.startswith("origin."):  # of a file or a package, whose name stays as it is
+        return name.replace(".", " · ", 1)
     return name.replace("_", " ").replace(".", " · ")
 
 
