@@ -58,9 +58,7 @@ def main(page: Path, out: Path) -> None:
 
         show("light")
         shoot("report-light.png", 1290)
-        shoot("routing-light.png", 1150, "#routing")
         show("dark")
-        shoot("report-dark.png", 1290)
         driver.execute_script("document.querySelector('#explorer .tok:nth-child(60)')?.click()")
         shoot("explorer-dark.png", 900, "#explore")
         driver.quit()
