@@ -173,3 +173,19 @@ def test_weight_decay_leaves_biases_norms_and_embeddings_out() -> None:
 def test_a_router_that_is_none_is_told_in_one_line() -> None:
     with pytest.raises(ValueError, match=r"^router=Linear\(…\): allowed are a spec and a pointsman.Router; 'smoe' is"):
         MoE(8, 16, 4, router=torch.nn.Linear(8, 4))  # type: ignore[arg-type]
+
+
+def test_the_loop_of_many_processes_on_one() -> None:
+    page = PAGE.with_name("scale.md").read_text(encoding="utf-8")
+    loop = re.findall(r"^## In your own training loop\n.*?```python\n(.*?)```", page, re.M | re.S)[0]
+    scope: dict[str, Any] = {"torch": torch, "cross_entropy": F.cross_entropy, "batches": batches(), "model": Model()}
+    exec(compile(loop.replace('"cuda"', '"cpu"').replace("experts=4", ""), str(PAGE), "exec"), scope)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for inputs, targets in batches():
+        pointsman.add_losses(F.cross_entropy(model(inputs), targets), model).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(scope["model"].state_dict()[name], value, msg=name)
