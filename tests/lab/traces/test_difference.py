@@ -115,6 +115,7 @@ def test_more_than_noise_is_called_so(trace: RoutingTrace) -> None:
     found = compare(trace, replace(trace, experts=wrong))
     assert len(found.kinds) == 1
     assert "more than the noise of the logits predicts: layers.1" in found.kinds[0]
+    assert found.kinds[0].startswith(f"other experts for {found.after:.2%} of tokens and layers, ")
 
 
 def test_layers_in_another_order_are_matched_by_name(trace: RoutingTrace) -> None:

@@ -236,7 +236,7 @@ def _what_is_left(layers: Mapping[str, LayerDifference]) -> str:
     """Whether what differs still is as much as the logits' noise predicts."""
     left = {name: one for name, one in layers.items() if one.differing}
     share = sum(one.differing * one.tokens for one in layers.values()) / max(1, sum(o.tokens for o in layers.values()))
-    said = f"other experts for {share:.2%} of tokens"
+    said = f"other experts for {share:.2%} of tokens and layers"
     if any(one.predicted is None for one in left.values()):
         return f"{said} (record finite logits in both to compare with noise)"
     if other := ", ".join(name for name, one in left.items() if (one.noise or 0) > UNRELATED * (one.spread or 0)):
