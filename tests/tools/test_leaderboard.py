@@ -367,4 +367,4 @@ def test_submit_tells_what_a_track_compares(
         str(tmp_path / "entry.json"),
     ]
     assert main(["submit", str(folder / "run"), *words]) == 0
-    assert "1 seeds, eval_tokens 512, " in capsys.readouterr().err
+    assert "seeds 1, eval_tokens 512, " in capsys.readouterr().err

@@ -46,7 +46,7 @@ def run(words: Sequence[str]) -> int:
         print(f"pointsman: the exam's track will refuse this entry: {told}", file=sys.stderr)
     if not exam:
         settings, seeds = entry["settings"], len(entry["runs"])
-        told = f"data {settings.get('data')}, {seeds} seeds, eval_tokens {settings.get('eval_tokens')}, "
+        told = f"data {settings.get('data')}, seeds {seeds}, eval_tokens {settings.get('eval_tokens')}, "
         told += f"{settings['model'].get('num_experts')} experts"
         print(f"pointsman: {told}: a track takes its own alone (docs/leaderboard.md)", file=sys.stderr)
     print(write_whole(out, json.dumps(entry, sort_keys=True) + "\n"))
