@@ -9,7 +9,7 @@ import pytest
 
 from pointsman._errors import RunError
 from pointsman_lab.report import figures
-from pointsman_lab.report.figures import _audit, _heat
+from pointsman_lab.report.figures import FORMATS, _audit, _heat, _new
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import read_comparison
 from tests.lab.report.fixtures import write_comparison, write_run
@@ -35,6 +35,21 @@ def test_same_data_same_bytes(tmp_path: Path) -> None:
     second = [file.read_bytes() for file in figures(run, ("svg", "pdf"), tmp_path / "two" / "page.html")]
     assert first == second
     assert (tmp_path / "two" / "figures" / "loss.svg").exists()
+
+
+@pytest.mark.parametrize("ending", FORMATS)
+def test_a_file_that_is_no_figure_of_ours_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    run, site, nothing = write_run(tmp_path / "r"), tmp_path / "site", _new(1, 1)[0]
+    monkeypatch.setitem(figures.__globals__, "drawn", lambda *_: {"loss": nothing})
+    [file] = figures(run, (ending,), site / "index.html")
+    assert figures(run, (ending,), site / "index.html") == [file]  # its own it replaces
+    nothing.savefig(file)
+    before = file.read_bytes()
+    with pytest.raises(RunError, match=rf"loss\.{ending}: it exists and is no figure of `pointsman report`"):
+        figures(run, (ending,), site / "index.html")
+    assert file.read_bytes() == before
 
 
 @pytest.mark.parametrize(("steps", "ends"), [([10.0, 20.0, 30.0], [5.0, 35.0]), ([4.0], [3.5, 4.5])])

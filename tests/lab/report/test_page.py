@@ -125,10 +125,12 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
     assert out == tmp_path / "both.html"
     assert Page(out.read_text()).data["routers"] == ["smoe", "hyperrouter"]
     assert write_report(paths, out) == out  # its own page it replaces
-    out.write_text("<title>My site</title>")
-    with pytest.raises(RunError, match=r"both\.html: it exists and is no page of `pointsman report`"):
-        write_report(paths, out, samples=True)
-    assert out.read_text() == "<title>My site</title>"
+    (tmp_path / "site").mkdir()
+    for place, page in ((out, out), (tmp_path / "site", tmp_path / "site" / "report.html")):
+        page.write_text("<title>My site</title>")
+        with pytest.raises(RunError, match=rf"{page.name}: it exists and is no page of `pointsman report`"):
+            write_report(paths, place, samples=True)
+        assert page.read_text() == "<title>My site</title>"
 
 
 def test_names_of_rows_are_no_words_of_the_text(tmp_path: Path) -> None:

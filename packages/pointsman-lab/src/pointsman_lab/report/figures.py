@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pointsman._errors import RunError, did_you_mean, needing
-from pointsman_lab._files import replacing, within
+from pointsman_lab._files import read_ordinary, replacing, within
 from pointsman_lab.report import series
 from pointsman_lab.report.inside import entropy_by_layer, layer_names, load_heat, rows_by_layer
 from pointsman_lab.report.page import page_path
@@ -19,6 +19,8 @@ from pointsman_lab.runs.paths import AUDIT
 from pointsman_lab.runs.record import read_object
 
 FORMATS = ("png", "svg", "pdf")
+OURS = "pointsman report"
+"""In the metadata of every figure."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#857600")
 MARKERS = ("o", "s", "^", "D", "v", "x", "+", "P")
 DASHES = ("-", "--", ":", "-.")
@@ -38,6 +40,9 @@ def figures(path: Path | Sequence[Path], formats: Sequence[str] = ("png",), out:
 
     Returns:
         The files written; a figure without data is left out. The same data give the same bytes.
+
+    Raises:
+        RunError: a file in a figure's place that this function did not write, of an `out` that is given.
     """
     check_formats(formats)
     import matplotlib.style
@@ -45,12 +50,13 @@ def figures(path: Path | Sequence[Path], formats: Sequence[str] = ("png",), out:
     comparison = read(path)
     table = ComparisonTable.of(comparison)
     folder = within(page_path(out, comparison).parent, "figures")
-    written = []
     with matplotlib.style.context(["default", STYLE]):  # and no matplotlibrc, which the folder may bring
-        for name, figure in drawn(comparison, table).items():
-            for ending in formats:
-                written.append(_save(figure, folder / f"{name}.{ending}", ending))
-    return written
+        made = drawn(comparison, table)
+        files = {folder / f"{name}.{ending}": (name, ending) for name in made for ending in formats}
+        for file in files if out is not None else ():
+            if file.exists() and (content := read_ordinary(file)) and OURS.encode() not in content:
+                raise RunError(f"{file}: it exists and is no figure of `pointsman report`; choose another --out")
+        return [_save(made[name], file, ending) for file, (name, ending) in files.items()]
 
 
 def check_formats(formats: Sequence[str]) -> None:
@@ -243,7 +249,10 @@ def _audit(comparison: Comparison, curves: Sequence[Mapping[str, Any]], table: C
 
 
 def _save(figure: Any, path: Path, ending: str) -> Path:
-    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}[ending]
+    metadata = {
+        "svg": {"Creator": OURS, "Date": None}, "pdf": {"Creator": OURS, "CreationDate": None},
+        "png": {"Software": OURS},
+    }[ending]  # fmt: skip
     with replacing(path) as aside:
         figure.savefig(aside, format=ending, metadata=metadata)
     return path
