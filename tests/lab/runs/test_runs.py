@@ -39,6 +39,20 @@ def test_metrics_come_back_by_kind_without_what_follows_the_step(tmp_path: Path)
     assert resumed.rows == [*rows[:4], {"kind": "train", "step": 3, "loss": 1.0}] == list(read_metrics(path))
 
 
+@pytest.mark.parametrize("content", [None, "", "somebody else's"])
+def test_metrics_that_were_removed_or_replaced_are_written_again(tmp_path: Path, content: str | None) -> None:
+    file = MetricsFile(path := tmp_path / "metrics.jsonl", 0)
+    file.write([{"kind": "train", "step": 1}])
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
+    file.write([{"kind": "train", "step": 2}])
+    file.sync()
+    file.write([{"kind": "train", "step": 3}])
+    file.close()
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
+
+
 def test_an_evaluation_says_what_it_is_of() -> None:
     results = [{"split": "test", "top_k": k, "metric": "loss", "value": 1.0} for k in (1, 2)]
     record = {"checkpoint": "step-7", "protocol": {"tokens": 5, "data": "x"}, "results": results}

@@ -37,8 +37,11 @@ class MetricsFile:
     def __init__(self, file: Path, step: int) -> None:
         self.rows = [row for row in read_metrics(file) if row["step"] <= step]
         self._file = file
-        write_whole(file, "".join(json.dumps(row) + "\n" for row in self.rows))
-        self._opened = open_new(file, os.O_APPEND)
+        self._begin()
+
+    def _begin(self) -> None:
+        write_whole(self._file, "".join(json.dumps(row) + "\n" for row in self.rows))
+        self._opened = open_new(self._file, os.O_APPEND)
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         with disk_errors(self._file, "lines of metrics were not written"):
@@ -48,9 +51,16 @@ class MetricsFile:
             self._opened.flush()
 
     def sync(self) -> None:
-        """Waits until the disk has the rows: call it before a checkpoint that follows them."""
+        """Waits until the disk has the rows: call it before a checkpoint that follows them.
+
+        Where somebody has removed or replaced the file, all rows are written again.
+        """
         with disk_errors(self._file, "lines of metrics were not written"):
             os.fsync(self._opened.fileno())
+            there = self._file.exists() and os.path.samestat(self._file.stat(), os.fstat(self._opened.fileno()))
+            if not there:
+                self._opened.close()
+                self._begin()
 
     def close(self) -> None:
         with disk_errors(self._file, "lines of metrics were not written"):
