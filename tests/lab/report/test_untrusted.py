@@ -59,6 +59,23 @@ def test_a_record_that_becomes_many_times_as_large_is_refused(tmp_path: Path) ->
     assert not (out / "runs" / "other").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "lists"), [("comparison.json", ("routers", "seeds")), ("exam.json", ("rows", "tasks"))]
+)
+def test_rows_times_columns_are_bounded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, lists: tuple[str, str]
+) -> None:
+    rest = {"format": 1, "settings": {"model": {}}, "version": 1, "seeds": 1}
+    many = {"routers": ["r"], "seeds": [0], "rows": ["r"], "tasks": ["clusters"]}
+    told = {**rest, **{key: many[key] * 3000 for key in lists}}
+    (tmp_path / name).write_text(json.dumps(told))
+    for words in (["verify"], ["share", "--out", str(tmp_path / "x")], ["report", "--map", "none"]):
+        assert main([*words, str(tmp_path)]) == (1 if words == ["verify"] else 2)
+        said = capsys.readouterr()
+        if words[0] != "report" or name == "comparison.json":  # of an exam there is no page
+            assert f"{name}: {lists[0]} times {lists[1]} is 9,000,000; at most 65,536 are read" in said.out + said.err
+
+
 def test_nested_values_of_a_record_take_no_indentation(tmp_path: Path) -> None:
     out = write_comparison(tmp_path / "grid", ("smoe",), seeds=(0,))
     entry = json.loads((write_record(out) or out).read_text())

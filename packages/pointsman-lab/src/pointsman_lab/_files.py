@@ -23,7 +23,7 @@ from pointsman._files import owner as owner
 from pointsman._files import parse_json as parse_json
 from pointsman._files import replacing as replacing
 from pointsman._files import scratch_folder as scratch_folder
-from pointsman_lab._shapes import MOST_BYTES, MOST_LINE, MOST_OTHERS, check_shape, shape_of
+from pointsman_lab._shapes import MOST_BYTES, MOST_LINE, MOST_OTHERS, MOST_PAIRS, PRODUCTS, check_shape, shape_of
 
 LOCK = ".lock"
 
@@ -216,7 +216,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None where there is no such file.
 
     Raises:
-        RunError: it cannot be read, or holds no JSON object, or one of another shape than the file has.
+        RunError: it cannot be read, or holds no JSON object, or one of another shape or size than the file has.
     """
     try:
         value = parse_json(read_text(file))
@@ -231,6 +231,9 @@ def read_json(file: Path) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         raise RunError(f"{file}: a JSON object is expected, found {type(value).__name__}")
     check_shape(value, shape_of(file.name) or {}, str(file))
+    one, other = PRODUCTS.get(file.name, ("", ""))
+    if (pairs := len(value.get(one, ())) * len(value.get(other, ()))) > MOST_PAIRS:
+        raise RunError(f"{file}: {one} times {other} is {pairs:,}; at most {MOST_PAIRS:,} are read")
     return value
 
 

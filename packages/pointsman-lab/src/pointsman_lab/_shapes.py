@@ -131,6 +131,9 @@ SHAPES: dict[str, Any] = {
 """File name, in which "*" stands for anything, -> shape."""
 METRICS_ROW = {"kind!": str, "step!": int, "layer": str, "load": [MAYBE]}
 
+PRODUCTS = {"comparison.json": ("routers", "seeds"), "exam.json": ("rows", "tasks")}
+"""File name -> the lists whose every pair has a place in tables."""
+MOST_PAIRS = 2**16
 MOST_OTHERS = 2**26
 MOST_BYTES = {"config.json": 2**20, "environment.json": 2**20, "comparison.json": 2**22}
 """The largest size of a file by its name; of all others it is `MOST_OTHERS`."""
