@@ -76,6 +76,20 @@ def test_rows_times_columns_are_bounded(
             assert f"{name}: {lists[0]} times {lists[1]} is 9,000,000; at most 65,536 are read" in said.out + said.err
 
 
+def test_rows_times_ks_are_bounded(tmp_path: Path) -> None:
+    rows = [f"r{row}" for row in range(300)]
+    plan = {"format": 1, "settings": {"model": {}}, "routers": rows, "seeds": [0]}
+    (tmp_path / "comparison.json").write_text(json.dumps(plan))
+    lines = []
+    for k, row in enumerate(rows, 1):
+        result = {"top_k": k, "split": "test", "metric": "bits_per_character", "value": 1.0}
+        files = {"config.json": {"model": {"router": row}, "seed": 0}, "evaluation.json": {"results": [result]}}
+        lines.append(json.dumps({"format": 2, "path": f"runs/{row}/seed-0", "files": files}) + "\n")
+    (tmp_path / RECORD).write_text("".join(lines))
+    with pytest.raises(RunError, match=r"rows times k is 90,000; at most 65,536 are shown"):
+        write_report(tmp_path)
+
+
 def test_nested_values_of_a_record_take_no_indentation(tmp_path: Path) -> None:
     out = write_comparison(tmp_path / "grid", ("smoe",), seeds=(0,))
     entry = json.loads((write_record(out) or out).read_text())

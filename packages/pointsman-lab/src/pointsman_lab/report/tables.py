@@ -10,6 +10,7 @@ from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab._grid import NONE, Grid, formatted
+from pointsman_lab._shapes import MOST_PAIRS
 from pointsman_lab._values import finite
 from pointsman_lab.intervals import LEVEL
 from pointsman_lab.report.cell import LEAST_SEEDS, Cell, Metric, Paired, by_pretraining, metric, significantly_best
@@ -116,16 +117,17 @@ class ComparisonTable(Forms):
         names = {str(row.get("metric", "loss")) for row in results}
         if len(names) > 1:
             raise RunError(f"{comparison.path}: runs were evaluated by different metrics: {', '.join(sorted(names))}")
-        shown = {str(row.get("split", split)) for row in results}
-        if len(shown) > 1:
+        if len(shown := {str(row.get("split", split)) for row in results}) > 1:
             raise RunError(f"{comparison.path}: runs were evaluated on different parts: {', '.join(sorted(shown))}")
         split = shown.pop() if shown else split
         rows = [_row(comparison, router, split) for router in comparison.routers]
         ks = sorted({k for row in rows for k in row.quality})
+        if (cells := len(rows) * len(ks)) > MOST_PAIRS:
+            raise RunError(f"{comparison.path}: rows times k is {cells:,}; at most {MOST_PAIRS:,} are shown")
         first = baseline or next(iter(comparison.routers), NONE)
         audit = bool(comparison.runs) and all(run.is_audit for run in comparison.runs.values())
-        measure = metric(names.pop() if names else "bits_per_character")
         names_of = {row: " ".join(name.split()) for row, name in comparison.shown.get("names", {}).items()}
+        measure = metric(names.pop() if names else "bits_per_character")
         table = cls(rows, ks, measure, first, split, audit, names=names_of)
         # one that was asked for may be gone: the k of the evaluation can change
         return replace(table, columns=[one for one in comparison.shown.get("columns", ()) if one in table.header[1:]])
