@@ -1,6 +1,8 @@
 """`pointsman trace` as a user types it."""
 
+import io
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 
 from pointsman.traces import RoutingTrace
+from pointsman_lab.cli import trace
 from pointsman_lab.cli.main import main
 
 
@@ -46,6 +49,18 @@ def test_infinite_logits_make_no_invalid_json(files: RoutingTrace, capsys: pytes
     assert main(["trace", "diff", "a.safetensors", "b.safetensors", "--margins", "--out", "d"]) == 0
     assert "nan" not in capsys.readouterr().out
     assert json.loads(Path("d/trace.json").read_text(), parse_constant=pytest.fail)["margins"] == []
+
+
+def test_the_result_is_saved_before_it_is_printed(files: RoutingTrace, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    for words in (["diff", "a.safetensors", "b.safetensors"], ["place", "a.safetensors"]):
+        monkeypatch.setattr(sys, "stdout", Closed())
+        with pytest.raises(BrokenPipeError):
+            trace.run([*words, "--out", words[0]])
+        assert Path(words[0], "trace.json").is_file()
 
 
 def test_traces_of_another_k_are_refused(files: RoutingTrace, capsys: pytest.CaptureFixture[str]) -> None:

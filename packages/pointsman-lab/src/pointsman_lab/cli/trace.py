@@ -48,36 +48,37 @@ def run(words: Sequence[str]) -> int:
     from pointsman_lab.traces import compare, flips
     from pointsman_lab.traces.placement import cache, place
 
-    first = RoutingTrace.load(values.first)
+    first, told = RoutingTrace.load(values.first), list[str]()
     if action == "diff":
         found = compare(first, RoutingTrace.load(values.second))
-        print(f"{first.tokens:,} tokens, {len(first.lengths)} sequences, {len(first.layers)} layers")
-        print("\n".join(f"- {kind}" for kind in found.kinds) or "the traces are equal")
+        told.append(f"{first.tokens:,} tokens, {len(first.lengths)} sequences, {len(first.layers)} layers")
+        told.append("\n".join(f"- {kind}" for kind in found.kinds) or "the traces are equal")
         if not found.equal:
-            print(f"other experts: {found.before:.2%} of tokens and layers; with this undone {found.after:.2%}\n")
+            told.append(f"other experts: {found.before:.2%} of tokens and layers; with this undone {found.after:.2%}\n")
             rows = [
                 [name, f"{one.differing:.2%}", formatted(one.predicted, ".2%"), formatted(one.margin, ".3g"),
                  formatted(one.margin_differing, ".3g")]
                 for name, one in found.layers.items()
             ]  # fmt: skip
-            print(Grid(["layer", "other experts", "predicted", "margin", "where other"], rows).text())
-            print("margin: last chosen logit minus the next; mean, and that of other experts")
+            told.append(Grid(["layer", "other experts", "predicted", "margin", "where other"], rows).text())
+            told.append("margin: last chosen logit minus the next; mean, and that of other experts")
         result = found.to_dict()
         if values.margins:
             result["margins"] = flips(*found.undone)
-            print(f"\n{_flips(result['margins'])}")
+            told.append(f"\n{_flips(result['margins'])}")
     else:
         cached = cache(first, values.cache) if values.cache else {}
         placed = place(first, values.devices, spare=values.spare, batch=values.batch_size)
         batch = min(values.batch_size, first.tokens - first.tokens // 2)  # as `place` takes them
-        print(f"largest load of a device over the mean, {values.devices} devices, batches of {batch:,} tokens")
-        print(_by_layer(placed, "{:.3f}"))
+        told.append(f"largest load of a device over the mean, {values.devices} devices, batches of {batch:,} tokens")
+        told.append(_by_layer(placed, "{:.3f}"))
         if cached:
-            print(f"\nshare of choices found in a cache of {values.cache} experts a layer")
-            print(_by_layer(cached, "{:.1%}"))
+            told.append(f"\nshare of choices found in a cache of {values.cache} experts a layer")
+            told.append(_by_layer(cached, "{:.1%}"))
         result = {"placement": placed, "cache": cached}
     if values.out:
         write_whole(values.out / "trace.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
+    print("\n".join(told))  # last: whoever reads it may have enough of it
     return 0
 
 
