@@ -105,6 +105,44 @@ def test_data_depends_on_task_seed_and_step_alone(name: str) -> None:
     assert first.experts.shape == first.shares.shape
 
 
+RECORDED = {
+    "clusters": (1.0666, 0.041125, 1.0558, -0.031874, 1, 1),
+    "many": (1.2097, 0.036657, 1.4429, 0.10688, 1, 1),
+    "fine": (1.166, 0.01456, 1.1464, -0.042492, 1, 0.25),
+    "zipf": (1.0712, 0.13895, 1.0356, 0.020366, 1, 1),
+    "norms": (1.7824, -0.0055949, 1.7433, 0.10415, 7.9771, 1),
+    "collapse": (0.85598, -0.0035703, 0.75897, 6.7556e-05, 1, 1),
+    "neighbours": (0.84572, 0.053179, 0.83638, -0.015872, 1, 1),
+    "neighbours-causal": (0.85039, -0.030719, 0.84312, 0.013452, 1, 1),
+    "outliers": (1.1381, -0.032143, 1.1207, -0.0656, 0.98919, 1),
+    "amount": (1.0712, -0.044046, 0.838, -0.013358, 1, 0.25),
+    "any-k": (1.0373, 0.056883, 0.48208, 1.0628e-05, 1, 0.25),
+    "nothing": (1.0706, -0.03194, 0.53004, -0.01391, 1, 0.49805),
+    "drift": (1.0639, 0.01536, 1.0591, 0.13917, 1, 1),
+    "ids": (0.82614, 0.027224, 0.80869, -0.008806, 1, 1),
+    "freeze": (1.072, -0.044792, 1.0723, -0.054285, 1, 1),
+    "sources": (0.0625, 0.093844, 7.5477, 11.346, 1.1445, 1),
+    "sources-switching": (0.0625, 0.092686, 6.9646, 10.436, 1.1093, 1),
+    "teacher": (0.79656, -0.0033509, 0.78272, -0.025013, 1, 1),
+    "languages": (0.0039062, 0.005977, 142.99, 214.6, 0, 1),
+}
+"""Of the first block of seed 0: mean |inputs|, their tilted mean, both of the targets, mean weight, mean share."""
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_the_data_are_those_that_the_record_was_made_on(name: str) -> None:
+    task = TASKS[name]
+    batch = task.block(task.world(0), 0, 0)
+
+    def sums(values: torch.Tensor) -> tuple[float, float]:
+        values = values.double()
+        tilted = values * torch.linspace(1, 2, values.shape[-1], dtype=torch.float64)
+        return float(values.abs().mean()), float(tilted.mean())
+
+    found = [*sums(batch.inputs), *sums(batch.targets), float(batch.weight.mean()), float(batch.shares.mean())]
+    assert found == pytest.approx(RECORDED[name], rel=1e-3, abs=1e-5)
+
+
 @pytest.mark.parametrize("name", [name for name in TASKS if not isinstance(TASKS[name], Sources)])
 def test_the_true_experts_make_the_targets(name: str) -> None:
     task = TASKS[name]
