@@ -1,9 +1,14 @@
 """Shared experts: every token takes them, beside those that the router chooses."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
+from torch import nn
 
 from pointsman import MoE, freeze, set_top_k
+from pointsman.experts.modules import Experts
 from pointsman.experts.shared import SharedExperts
 
 DIM, HIDDEN, EXPERTS = 6, 5, 4
@@ -85,3 +90,11 @@ def test_base_experts_may_have_shared_ones() -> None:
     moe = layer(experts="base")
     x = torch.randn(7, DIM)
     torch.testing.assert_close(moe(x), x + moe.shared(x))  # experts start as the identity
+
+
+@pytest.mark.parametrize("kind", [partial(SharedExperts, gate=True), partial(Experts, num_experts=2)])
+def test_they_start_as_linear_maps_do(kind: Callable[..., nn.Module]) -> None:
+    torch.manual_seed(0)
+    for name, tensor in kind(dim=16, hidden_dim=400, gated=True, bias=True).named_parameters():
+        bound = 400**-0.5 if name.endswith("out") else 16**-0.5
+        assert 0.8 * bound < tensor.abs().max() <= bound, name
