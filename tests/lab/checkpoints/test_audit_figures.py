@@ -52,13 +52,17 @@ def test_divergence_and_shares_by_a_plain_jackknife() -> None:
     assert found["blocks"] == 3
 
     def shares(sums: Sequence[np.ndarray]) -> np.ndarray:
-        rates = np.stack([one / count for one, count in zip(sums, (30, 80), strict=True)])
+        rates = np.stack([one[:3] / one[3] for one in sums])
         return rates / rates.sum(0)
 
-    share, half = _shares([A, B], [30, 80])
+    read = [[6, 14, 10], [20, 10, 40, 10]]  # a block that is left out takes its tokens with it
+    share, half = _shares([A, B], read)
+    parts = [np.column_stack([part, tokens]) for part, tokens in zip(parts, read, strict=True)]
     np.testing.assert_allclose(share.numpy(), shares([part.sum(0) for part in parts]))
     _, variance = leaving_one_out(shares, parts)
     np.testing.assert_allclose(half.numpy(), student_quantile(1 - 0.05 / 12, 2) * np.sqrt(variance))
+    alike = [torch.tensor(tokens, dtype=torch.float64)[:, None] for tokens in read]  # chosen by every token
+    assert torch.allclose(_shares(alike, read)[1], torch.zeros(2, 1, dtype=torch.float64))
 
 
 def test_the_blocks_that_coverage_needs_at_least() -> None:

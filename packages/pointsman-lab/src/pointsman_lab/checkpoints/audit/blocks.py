@@ -147,7 +147,7 @@ class Blocks:
         names, found = self.domains, []
         for layer in layers if len(names) > 1 else ():
             loads = [self.counts(layer, name) for name in names]
-            share, half = _shares(loads, [sum(block.read for block in self.of(name)) for name in names])
+            share, half = _shares(loads, [[one.read for one in self.of(name) if layer in one.counts] for name in names])
             for expert in torch.nonzero((share - half >= SERVES).any(0))[:, 0].tolist():
                 at = int(share[:, expert].argmax())
                 found.append(
@@ -211,19 +211,18 @@ def _divergence(one: Sequence[Tensor], two: Sequence[Tensor], comparisons: int) 
     return {"mean": max(0.0, value - bias), "half": half_width(variance**0.5, least, comparisons), "blocks": least}
 
 
-def _shares(loads: Sequence[Tensor], tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _shares(loads: Sequence[Tensor], tokens: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """[D, E]: each domain's share of an expert's choices at equal numbers of tokens, and half of its interval."""
 
     def shares(sums: Sequence[Tensor]) -> Tensor:
-        rates = torch.stack([each / max(1, count) for each, count in zip(sums, tokens, strict=True)])
+        rates = torch.stack([each[:-1] / each[-1].clamp_min(1) for each in sums])
         return rates / rates.sum(0).clamp_min(1e-30)
 
-    sums = [load.sum(0) for load in loads]
-    variance = torch.zeros(len(loads), sums[0].shape[-1], dtype=torch.float64)
-    for place, load in enumerate(loads):
-        each = torch.stack([shares([*sums[:place], sums[place] - row, *sums[place + 1 :]]) for row in load])
-        scale = (len(load) - 1) / len(load)
-        variance += scale * (each - each.mean(0)).square().sum(0)
+    counted = [torch.cat([load, load.new_tensor(read)[:, None]], 1) for load, read in zip(loads, tokens, strict=True)]
+    sums, variance = [rows.sum(0) for rows in counted], torch.zeros(len(loads), loads[0].shape[-1], dtype=torch.float64)
+    for place, rows in enumerate(counted):
+        each = torch.stack([shares([*sums[:place], sums[place] - row, *sums[place + 1 :]]) for row in rows])
+        variance += (len(rows) - 1) / len(rows) * (each - each.mean(0)).square().sum(0)
     least = min(map(len, loads))
     factor = half_width(1.0, least, variance.numel())
     return shares(sums), torch.full_like(variance, float("inf")) if factor is None else factor * variance.sqrt()
