@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from math import isclose
 from unittest.mock import patch
@@ -46,6 +47,14 @@ def test_a_matrix_of_the_embeddings_shape_is_no_second_embedding() -> None:
     for vocabulary in (128, 255):  # as wide as the model, and not
         shape = Shape.of(preset_config("tiny-decoder", vocabulary), "tiny-decoder")
         assert (shape.embeddings, shape.inputs) == (128 * vocabulary, 0)
+
+
+@pytest.mark.parametrize(("preset", "change"), [("tiny-mlm", {"max_length": 1024}), ("tiny-vit", {"image_size": 64})])
+def test_learned_positions_take_no_operations(preset: str, change: dict[str, int]):
+    config = preset_config(preset, 128)
+    short, long = (Shape.of(one, preset) for one in (config, replace(config, **change)))
+    assert short.parameters < long.parameters
+    assert short.active_parameters == long.active_parameters
 
 
 def test_operations_are_the_published_ones():

@@ -46,7 +46,7 @@ class Shape:
         experts, top_k: of a sparse layer.
         parameters: all weights that train.
         expert_parameters: weights of all experts of one sparse layer, shared ones excluded.
-        inputs, embeddings: weights of an input embedding of its own, and of input and output together.
+        inputs, embeddings, positions: weights of an input embedding of its own, of input and output, of learned places.
     """
 
     layers: int
@@ -60,6 +60,7 @@ class Shape:
     expert_parameters: int
     inputs: int
     embeddings: int
+    positions: int
 
     @property
     def dense_parameters(self) -> int:
@@ -70,7 +71,7 @@ class Shape:
     def active_parameters(self) -> int:
         """Weights that a token is multiplied by: k experts a sparse layer, and the output embedding only."""
         chosen = self.sparse_layers * self.top_k * self.expert_parameters // self.experts
-        return self.dense_parameters - self.inputs + chosen
+        return self.dense_parameters - self.inputs - self.positions + chosen
 
     def flops(self, length: int) -> float:
         """Operations of training on one token, forward and backward, in sequences of `length` tokens."""
@@ -92,7 +93,6 @@ class Shape:
         if not sparse:
             raise ValueError(f"{name}: no sparse layer; a plan is for mixtures of experts")
         experts = sparse[0].experts
-        table = parameter_table(model)
         embedding = int(getattr(config, "vocab_size", 0)) * config.dim
         tied = getattr(config, "tied", True)  # a setting of decoders; all others have one matrix
         return cls(
@@ -103,10 +103,11 @@ class Shape:
             causal=config.causal,
             experts=experts.num_experts,
             top_k=sparse[0].top_k,
-            parameters=table.trainable,
+            parameters=parameter_table(model).trainable,
             expert_parameters=sum(weight.numel() for weight in experts.parameters()),
             inputs=0 if tied else embedding,
             embeddings=embedding if tied else 2 * embedding,
+            positions=sum(one.numel() for name, one in model.named_parameters() if name == "embedding.position"),
         )
 
 
