@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pointsman.traces import MISSING, RoutingTrace
-from pointsman_lab.traces import compare, flips
+from pointsman_lab.traces import compare, difference, flips
 from tests.library.traces.test_traces import EXPERTS, K, random_trace
 
 
@@ -85,6 +85,28 @@ def test_without_token_ids_and_logits_the_faults_are_named_too(trace: RoutingTra
         assert compare(bare, fault(bare)).kinds == compare(trace, fault(trace)).kinds
 
 
+def test_the_work_grows_with_the_layers_not_with_their_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 40 layers, turned and with sequences exchanged, each is compared a few dozen times, not thousands."""
+    torch.manual_seed(0)
+    chosen = {f"layer.{index}": torch.rand(160, EXPERTS).topk(K).indices for index in range(40)}
+    trace = RoutingTrace(chosen, dict.fromkeys(chosen, EXPERTS), torch.full((4,), 40))
+    calls = list[None]()
+    before = difference.differing
+    monkeypatch.setattr(difference, "differing", lambda *two: calls.append(None) or before(*two))
+    found = compare(trace, layers_misaligned(sequences_exchanged(trace)))
+    assert found.kinds == ("layers misaligned by -1", "sequences in another order")
+    assert found.after == 0
+    assert len(calls) < 40 * 40
+
+
+def test_layers_of_several_k_are_compared() -> None:
+    torch.manual_seed(0)
+    chosen = {f"layer.{k}": torch.rand(160, EXPERTS).topk(k).indices for k in (2, 3)}
+    mixed = RoutingTrace(chosen, dict.fromkeys(chosen, EXPERTS), torch.full((4,), 40))
+    assert compare(mixed, mixed).equal
+    assert compare(mixed, shifted(mixed)).kinds == ("shifted by a token (+1)",)
+
+
 @pytest.mark.parametrize("std", [1e-3, 1e-2, 5e-2])
 def test_noise_of_the_logits_flips_as_many_as_predicted(std: float) -> None:
     trace = random_trace((4000,))
@@ -159,9 +181,20 @@ def test_unrelated_traces_get_no_explanation(trace: RoutingTrace) -> None:
     assert "and other logits: layers.0, layers.1, layers.2" in found.kinds[0]
 
 
+@pytest.mark.parametrize("lengths", [(1,) * 200, (1,) * 196 + (2, 2)])
+def test_where_a_shift_leaves_few_tokens_it_explains_nothing(lengths: tuple[int, ...]) -> None:
+    a, b = (random_trace(lengths, seed=seed) for seed in (0, 1))
+    found = compare(a, b)
+    assert [kind.partition(" for ")[0] for kind in found.kinds] == ["other experts"]
+    assert found.after == found.before > 0.5
+
+
 def test_a_missing_choice_is_no_difference(trace: RoutingTrace) -> None:
     gone = {name: one.clone().index_fill_(0, torch.tensor([39, 79]), MISSING) for name, one in trace.experts.items()}
     assert compare(trace, replace(trace, experts=gone)).equal
+    gone = {name: torch.full_like(one, MISSING) for name, one in trace.experts.items()}
+    with pytest.raises(ValueError, match="no token has recorded experts in both"):
+        compare(trace, replace(trace, experts=gone))
 
 
 def test_traces_of_other_texts_are_refused(trace: RoutingTrace) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pointsman.traces.trace import RoutingTrace
-from pointsman_lab.traces.noise import LayerDifference, differing, of_layer
+from pointsman.traces.trace import MISSING, RoutingTrace
+from pointsman_lab.traces.noise import LayerDifference, differing, of_layer, other_sets
 
 EXPLAINED = 0.5
 """A rearrangement explains a difference if at most this share of the differing tokens differ still."""
@@ -23,6 +23,7 @@ CERTAIN = 4.0
 """Standard errors by which a share must fall, or exceed a prediction, before anything is said."""
 UNRELATED = 0.5
 """Logits are called other ones where their differences are more than this share of what they vary by."""
+BLOCK = 4096  # tokens of all layers that are compared at once
 MOST_SEQUENCES = 2048  # that are matched one by one where their tokens are not known
 
 
@@ -54,14 +55,16 @@ def compare(a: RoutingTrace, b: RoutingTrace) -> Difference:
     """What is between two traces of the same text by models that should route alike.
 
     Raises:
-        ValueError: they have other numbers of experts, another k or other token ids, or no rearrangement that is known
-            gives them the same tokens.
+        ValueError: they have other numbers of experts, another k or other token ids, no token whose experts both have,
+            or no rearrangement that is known gives them the same tokens.
     """
     kinds: list[str] = []
     b = _same_layers(a, b)
     _check_texts(a, b)
     if not torch.equal(a.lengths, b.lengths):
         a, b, kinds = _same_lengths(a, b)
+    if not any(bool(differing(a.experts[layer], b.experts[layer])[1].any()) for layer in a.layers):
+        raise ValueError("no token has recorded experts in both traces: there is nothing to compare")
     before = now = _share(a, b)
     if kinds:
         before = 1.0
@@ -69,8 +72,8 @@ def compare(a: RoutingTrace, b: RoutingTrace) -> Difference:
     if found is None and now:  # one fault can hide another
         pairs = [
             (f"{first}, {second}", one, other)
-            for first, left, right in _layer_orders(a, b)
-            for second, one, other in _token_orders(left, right)
+            for second, left, right in _token_orders(a, b, b.layers)
+            for first, one, other in _layer_orders(left, right)
         ]
         found = _explained(a, b, now, pairs)
     if found is not None:
@@ -91,15 +94,15 @@ def _explained(a: RoutingTrace, b: RoutingTrace, now: float, tried: Sequence[Und
     best = min(tried, key=lambda one: _share(*one[1:]), default=None)
     if best is None or not now or (left := _share(*best[1:])) > EXPLAINED * now:
         return None
-    # the tokens of all layers are taken as one
-    return best if now - left > CERTAIN * math.sqrt(max(now * (1 - now), 1 / a.tokens) / a.tokens) else None
+    tokens = best[1].tokens  # that have a partner still; those of all layers are taken as one
+    return best if now - left > CERTAIN * math.sqrt(max(now * (1 - now), 1 / tokens) / tokens) else None
 
 
 def _share(a: RoutingTrace, b: RoutingTrace) -> float:
-    """The share of (token, layer) with other experts."""
+    """The share of (token, layer) with other experts; 1 where nothing can be compared."""
     found = [differing(a.experts[layer], b.experts[layer]) for layer in a.layers]
     known = sum(int(one.sum()) for _, one in found)
-    return sum(int(one.sum()) for one, _ in found) / known if known else 0.0
+    return sum(int(one.sum()) for one, _ in found) / known if known else 1.0
 
 
 def _same_layers(a: RoutingTrace, b: RoutingTrace) -> RoutingTrace:
@@ -166,36 +169,40 @@ def _places(trace: RoutingTrace) -> Sequence[Tensor]:
     return torch.split(torch.arange(trace.tokens), trace.lengths.tolist())
 
 
-def _in_order_of(a: RoutingTrace, b: RoutingTrace) -> RoutingTrace:
-    """The sequences of `b` in the order of `a`: by their hashes, or else each by the one that differs least."""
-    mine, its = (torch.split(trace.experts[a.layers[0]], trace.lengths.tolist()) for trace in (a, b))
-    free = list(range(len(its)))
-    order = []
-    for index, chosen in enumerate(mine):
-        fits = [one for one in free if len(its[one]) == len(chosen)]
-        if a.hashes is not None and b.hashes is not None:
-            fits = [one for one in fits if int(b.hashes[one]) == int(a.hashes[index])] or fits
-        best = fits[0] if len(fits) == 1 else min(fits, key=lambda one: _differ(chosen, its[one]))
-        free.remove(best)
-        order.append(best)
+def _in_order_of(a: RoutingTrace, b: RoutingTrace, layers: Sequence[str] = ()) -> RoutingTrace:
+    """The sequences of `b` in the order of `a`: by their hashes, or else each by the one that differs least.
+
+    The first layer of `a` is compared with that of `b`, or with the one of these `layers` after which least differs.
+    """
+    mine = torch.split(a.experts[a.layers[0]].sort(-1).values, a.lengths.tolist())
+    lengths, known = b.lengths.tolist(), a.hashes is not None and b.hashes is not None
+    marks = [trace.hashes.tolist() if known and trace.hashes is not None else [0] * len(lengths) for trace in (a, b)]
+    found = []
+    for layer in layers if layers and not known else b.layers[:1]:
+        its, free = torch.split(b.experts[layer].sort(-1).values, lengths), list(range(len(lengths)))
+        order, total = [], 0.0
+        for chosen, mark in zip(mine, marks[0], strict=True):
+            fits = [one for one in free if lengths[one] == len(chosen)]
+            fits = [one for one in fits if marks[1][one] == mark] or fits
+            other, counted = other_sets(chosen, torch.stack([its[one] for one in fits]))
+            shares = other.sum(-1, dtype=torch.double) / counted.sum(-1).clamp_min(1)
+            order.append(fits[int(shares.argmin())])
+            total += float(shares.min())
+            free.remove(order[-1])
+        found.append((total, order))
+    order = min(found, key=lambda one: one[0])[1]
     places = _places(b)
     hashes = None if b.hashes is None else b.hashes[order]
     return b.rows(torch.cat([places[one] for one in order]), b.lengths[order], hashes)
 
 
-def _differ(a: Tensor, b: Tensor) -> float:
-    """The share of tokens of two sequences whose choices differ."""
-    other, known = differing(a, b)
-    return int(other.sum()) / max(1, int(known.sum()))
-
-
-def _token_orders(a: RoutingTrace, b: RoutingTrace) -> Iterator[Undone]:
-    """(name, a, b) with one kind of fault undone."""
+def _token_orders(a: RoutingTrace, b: RoutingTrace, layers: Sequence[str] = ()) -> Iterator[Undone]:
+    """(name, a, b) with one kind of fault undone; `layers` of `b`: as of `_in_order_of`."""
     for by in (1, -1):
         yield f"shifted by a token ({by:+d})", *_shifted(a, b, by)
     number = len(a.lengths)
     if 1 < number <= MOST_SEQUENCES:
-        yield "sequences in another order", a, _in_order_of(a, b)
+        yield "sequences in another order", a, _in_order_of(a, b, layers)
         length = int(a.lengths[0])
         if bool((a.lengths == length).all()) and length > 1:
             rows = torch.arange(a.tokens).view(number, length).t().reshape(-1)
@@ -205,20 +212,37 @@ def _token_orders(a: RoutingTrace, b: RoutingTrace) -> Iterator[Undone]:
 
 
 def _layer_orders(a: RoutingTrace, b: RoutingTrace) -> Iterator[Undone]:
+    """(name, a, b) with the layers turned so that least differs, and with each layer beside the one nearest to it."""
     names = a.layers
-    if len({a.num_experts[name] for name in names}) > 1:
+    if len({(a.num_experts[name], a.top_k(name)) for name in names}) > 1 or len(names) < 2:
         return
-    for by in range(1, len(names)):
-        turned = dict(zip(names, names[by:] + names[:by], strict=True))
-        shown = by if 2 * by <= len(names) else by - len(names)
-        yield f"layers misaligned by {shown:+d}", a, _with_layers(a, b, turned)
-
-    def nearest(name: str) -> str:
-        return min(b.layers, key=lambda other: int(differing(a.experts[name], b.experts[other])[0].sum()))
-
-    matched = {name: nearest(name) for name in names}
+    other, known = _table(a, b)
+    every = torch.arange(len(names))
+    turned = (every + every[1:, None]) % len(names)
+    shares = other[every, turned].sum(1).double() / known[every, turned].sum(1).clamp_min(1)
+    by = int(shares.argmin()) + 1
+    shown = by if 2 * by <= len(names) else by - len(names)
+    matched = dict(zip(names, names[by:] + names[:by], strict=True))
+    yield f"layers misaligned by {shown:+d}", a, _with_layers(a, b, matched)
+    matched = {name: names[nearest] for name, nearest in zip(names, other.argmin(1).tolist(), strict=True)}
     if len(set(matched.values())) == len(names):  # no two take the same one
         yield "layers in another order", a, _with_layers(a, b, matched)
+
+
+def _table(a: RoutingTrace, b: RoutingTrace) -> tuple[Tensor, Tensor]:
+    """[layers, layers] each: the tokens that differ between a layer of `a` and one of `b`, and those that are known."""
+    other, known = (torch.zeros(len(a.layers), len(b.layers), dtype=torch.long) for _ in range(2))
+    for tokens in torch.split(torch.arange(a.tokens), BLOCK):
+        mine, its = (
+            torch.stack([of.experts[name][tokens] for name in of.layers]).sort(-1).values.permute(2, 0, 1).contiguous()
+            for of in (a, b)
+        )  # [k, layers, tokens]: MISSING comes first
+        there = its[0] != MISSING
+        for layer in range(len(a.layers)):
+            both = there & (mine[0, layer] != MISSING)
+            other[layer] += ((mine[:, layer, None] != its).any(0) & both).sum(-1)
+            known[layer] += both.sum(-1)
+    return other, known
 
 
 def _shifted(a: RoutingTrace, b: RoutingTrace, by: int) -> tuple[RoutingTrace, RoutingTrace]:

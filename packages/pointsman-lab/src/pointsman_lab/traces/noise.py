@@ -33,8 +33,13 @@ class LayerDifference:
 
 def differing(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """[N] bool where two choices [N, k] of a layer are other sets, and where both are known."""
+    return other_sets(a.sort(-1).values, b.sort(-1).values)
+
+
+def other_sets(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """`differing` of choices that are sorted, of any shapes [..., N, k] that broadcast."""
     known = ~((a == MISSING).any(-1) | (b == MISSING).any(-1))
-    return (a.sort(-1).values != b.sort(-1).values).any(-1) & known, known
+    return (a != b).any(-1) & known, known
 
 
 def of_layer(layer: str, a: RoutingTrace, b: RoutingTrace) -> LayerDifference:
