@@ -1,6 +1,7 @@
 """`pointsman share DIR` and `pointsman open FILE`: a run, a comparison, an audit or an exam as one file."""
 
 import re
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from pointsman_lab.registry import entries, presets
 from pointsman_lab.runs.comparison import read, read_comparison
 from pointsman_lab.runs.imports import names_in
 from pointsman_lab.runs.paths import COMPARISON
-from pointsman_lab.runs.sharing import EXAM, is_shared, open_shared, share
+from pointsman_lab.runs.sharing import EXAM, Opened, is_shared, open_shared, share
 
 ENDING = ".pointsman"
 EPILOG = """examples:
@@ -93,12 +94,25 @@ def open_parser() -> Parser:
 
 def run_open(words: Sequence[str]) -> int:
     values = open_parser().read(words)
-    from pointsman_lab.report.results import write_tables, write_task_tables
-
     out = values.out or Path(values.file.name.removesuffix(ENDING))
     if out == values.file:
         raise RunError(f"pointsman open: {values.file}: --out is missing: the file's name has no ending {ENDING}")
+    begun = out.is_dir() and any(out.iterdir())
     found = open_shared(values.file, out)
+    try:
+        return _shown(found)
+    except ValueError as error:  # refused when its tables or its page are made
+        if begun:
+            raise
+        shutil.rmtree(out.resolve(), ignore_errors=True)
+        raise RunError(f"{values.file}: nothing of it is kept: {error}") from None
+
+
+def _shown(found: Opened) -> int:
+    """Prints what a file brought, and makes its tables and its page."""
+    from pointsman_lab.report.results import write_tables, write_task_tables
+
+    out = found.folder
     for source in found.sources:
         print(f"--- {source}, as the sender had it; nothing of it was run")
         for number, line in enumerate(read_text(source).splitlines(), 1):  # numbered: no line of it passes for ours
