@@ -63,7 +63,7 @@ class RunDirectory:
             if not resume:
                 done = max(steps_of(self.checkpoints), default=0)
                 there = f"{self.path} holds this run already, saved at step {done} of {config.steps}"
-                raise RunError(f"{there}: --resume goes on, another --out starts anew")
+                raise RunError(f"{there}: --resume (of finetune: the same command) goes on, another --out starts anew")
         elif steps_of(self.checkpoints):
             foreign = f"has checkpoints but no {CONFIG}: it is damaged or foreign"
             raise RunError(f"{self.path} {foreign}; {ELSEWHERE}")
