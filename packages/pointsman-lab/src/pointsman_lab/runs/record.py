@@ -32,10 +32,17 @@ def read_metrics(file: Path, *kinds: str) -> Iterator[dict[str, Any]]:
 
 
 class MetricsFile:
-    """metrics.jsonl, open for appending. Rows after `step` are removed first: the run resumes from that step."""
+    """metrics.jsonl, open for appending. Rows after `step` are removed first: the run resumes from that step.
+
+    Attributes:
+        lost: how many lines before the last row were no rows; they are removed, too.
+    """
 
     def __init__(self, file: Path, step: int) -> None:
-        self.rows = [row for row in read_metrics(file) if row["step"] <= step]
+        found = list(read_metrics(file))
+        lines = list(read_lines(file)) if file.exists() else []
+        self.lost = len(lines) - len(found) - sum(not line.endswith(b"}\n") for line in lines[-1:])
+        self.rows = [row for row in found if row["step"] <= step]
         self._file = file
         self._begin()
 

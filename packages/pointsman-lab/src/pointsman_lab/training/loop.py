@@ -80,6 +80,8 @@ class TrainingLoop:
         self.trackers = [TensorBoard(folder, step)] if config.tensorboard else []
         self.trackers += [Library(tracker, folder, name, config.to_dict()) for tracker in config.track]
         self.metrics = MetricsFile(folder / METRICS, step)
+        if self.metrics.lost:
+            self.progress.note(f"{folder / METRICS}: {self.metrics.lost:,} damaged lines are left out")
 
     def __enter__(self) -> TrainingLoop:
         return self
