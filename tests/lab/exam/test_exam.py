@@ -235,6 +235,19 @@ def test_a_router_that_looks_ahead_is_refused_where_order_counts(tmp_path: Path)
     assert "later tokens" in read_cell(tmp_path, "sources", "expert-choice")["refused"]
 
 
+def test_a_cell_copied_over_another_rows_is_refused(tmp_path: Path) -> None:
+    """It would give the one row the other's figures; `verify` names it, too."""
+    cell = {"row": "smoe", "tried": [], "runs": {"0": {"value": 0.1, "curve": [[1, 0.1]]}}}
+    for row in ("smoe", "xmoe"):
+        write_whole(tmp_path / f"cells/clusters/exam-{row}.json", json.dumps(cell))
+    write_whole(tmp_path / "exam.json", json.dumps({"version": VERSION, "rows": ["smoe", "xmoe"], "tasks": ["clusters"],
+                                                    "seeds": 1}))  # fmt: skip
+    assert read_cell(tmp_path, "clusters", "smoe") == cell
+    with pytest.raises(RunError, match=r"exam-xmoe\.json is of row 'smoe', not of 'xmoe'"):
+        read_cell(tmp_path, "clusters", "xmoe")
+    assert main(["verify", str(tmp_path)]) == 1
+
+
 def test_the_rate_decays_in_each_cycle() -> None:
     task = TASKS["freeze"]
     assert rate_at(task, 150) == pytest.approx(0.5)

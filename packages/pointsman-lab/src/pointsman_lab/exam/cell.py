@@ -63,9 +63,15 @@ def path_of(out: Path, task: str, row: str) -> Path:
 
 
 def read_cell(out: Path, task: str, row: str) -> dict[str, Any]:
-    """What a directory has of a cell: tried [[spec, rate, seed, value]], chosen {spec, rate}, runs {seed: result}."""
-    found = read_json(path_of(out, task, row)) or {}
-    return {"row": row, "tried": [], "runs": {}, **found}
+    """What a directory has of a cell: tried [[spec, rate, seed, value]], chosen {spec, rate}, runs {seed: result}.
+
+    Raises:
+        RunError: its file is damaged, or that of another row.
+    """
+    cell = {"row": row, "tried": [], "runs": {}, **(read_json(file := path_of(out, task, row)) or {})}
+    if cell["row"] != row:
+        raise RunError(f"{file} is of row {cell['row']!r}, not of {row!r}: bring its own back, or remove it")
+    return cell
 
 
 def is_whole(cell: Mapping[str, Any], seeds: int) -> bool:
