@@ -81,7 +81,7 @@ class TrainingLoop:
         self.trackers += [Library(tracker, folder, name, config.to_dict()) for tracker in config.track]
         self.metrics = MetricsFile(folder / METRICS, step)
         if self.metrics.lost:
-            self.progress.note(f"{folder / METRICS}: {self.metrics.lost:,} damaged lines are left out")
+            self.progress.note(f"{folder / METRICS}: damaged lines left out: {self.metrics.lost:,}")
 
     def __enter__(self) -> TrainingLoop:
         return self
