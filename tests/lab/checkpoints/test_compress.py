@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 from pointsman import hf
 from pointsman.hf.gates import find_gates
 from pointsman_lab.checkpoints import audit, compress
-from pointsman_lab.checkpoints.choosing import METHODS, plan
+from pointsman_lab.checkpoints.choosing import METHODS, _scores, plan
 from pointsman_lab.checkpoints.cutting import cut, cuttable, distil
+from pointsman_lab.checkpoints.outputs import Observed
 from pointsman_lab.checkpoints.text import text_batches
 from tests.lab.checkpoints.compatibility import output_of
 from tests.library.hf import zoo
@@ -73,6 +74,15 @@ def test_experts_that_give_out_nothing_are_pruned(method: str) -> None:
             gate.experts.down_proj[[1, 4, 6]] = 0.0
     found = compress(model, tokenizer(), texts(12), experts=5, method=method, length=16, random=1)
     assert all(groups == [[0], [2], [3], [5], [7]] for groups in found.kept.values())
+
+
+def test_scores_by_hand() -> None:
+    """Two outputs (1, 0), (3, 0) of weight 1/2 and 1; one output (0, 2) of weight 1/4; an expert that nobody chose."""
+    found, tensor = Observed(["l"]), torch.tensor
+    found.add("l", {"count": tensor([2, 1, 0]), "weighted": tensor([3.5, 0.5, 0.0])})
+    found.add("l", {"square": tensor([10.0, 4.0, 0.0]), "output": tensor([[4.0, 0.0], [0.0, 2.0], [0.0, 0.0]])})
+    expected = {"reap": [1.75, 0.5, 0], "frequency": [2, 1, 0], "norm": [3.5, 0.5, 0], "mean": [10 - 16 / 2, 0, 0]}
+    assert {method: _scores(found, method)["l"].tolist() for method in expected} == expected
 
 
 def test_frequency_keeps_the_frequent() -> None:

@@ -278,19 +278,21 @@ def test_a_file_is_opened_whole_or_not_at_all(
     assert not Path("full").exists()
 
 
-@pytest.mark.parametrize("begun", [False, True])
-def test_what_is_refused_late_leaves_nothing(begun: bool, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("begun", [None, [], [".kept"]])
+def test_what_is_refused_late_leaves_nothing(begun: list[str] | None, capsys: pytest.CaptureFixture[str]) -> None:
     """A run that calls itself a comparison is refused when its tables are made; what was there before stays."""
     told = json.loads(zlib.decompress(packed()))
     entry = json.loads(told["record"])
     entry["files"]["comparison.json"] = {"settings": {"model": {}}, "routers": ["smoe"], "seeds": [0]}
     Path("bad.pointsman").write_bytes(zlib.compress(json.dumps(told | {"record": json.dumps(entry) + "\n"}).encode()))
-    if begun:
+    if begun is not None:
         Path("bad").mkdir()
-        Path("bad/.kept").touch()
+        for name in begun:
+            Path("bad", name).touch()
     assert main(["open", "bad.pointsman"]) == 2
     assert "comparison" in capsys.readouterr().err.splitlines()[-1]
-    assert Path("bad").exists() == begun
+    assert Path("bad").exists() == (begun is not None)
+    assert begun is None or any(Path("bad").iterdir()) == bool(begun)
 
 
 def packed(**changes: Any) -> bytes:

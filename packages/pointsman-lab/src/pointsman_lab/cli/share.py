@@ -97,14 +97,17 @@ def run_open(words: Sequence[str]) -> int:
     out = values.out or Path(values.file.name.removesuffix(ENDING))
     if out == values.file:
         raise RunError(f"pointsman open: {values.file}: --out is missing: the file's name has no ending {ENDING}")
-    begun = out.is_dir() and any(out.iterdir())
+    before = list(out.iterdir()) if out.is_dir() else None
     found = open_shared(values.file, out)
     try:
         return _shown(found)
     except ValueError as error:  # refused when its tables or its page are made
-        if begun:
+        if before:
             raise
-        shutil.rmtree(out.resolve(), ignore_errors=True)
+        for entry in out.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        if before is None:
+            out.rmdir()
         raise RunError(f"{values.file}: nothing of it is kept: {error}") from None
 
 
