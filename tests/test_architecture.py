@@ -202,6 +202,7 @@ CHANGED_ELSEWHERE = {
     "tasks.masked_language_modelling.text": "arrays in memory",
     "models.huggingface.reading": "the settings of a Hugging Face model, without its code",
     "cli.export": "a scratch folder, whose files take the places of an earlier export's",
+    "cli.share": "the new folder of a file that is refused late",
     "cli.hf": "a Hugging Face model into --out, which holds no run",
     "checkpoints.audit.result": "a name of its own in --out",
     "hf.loading": "a Hugging Face model that the user names, without its code",
