@@ -113,3 +113,13 @@ def test_every_expert_at_k_of_all_in_evaluation() -> None:
     assert (route(router, inputs()[0]).experts.sort(-1).values == torch.arange(EXPERTS)).all()
     assert (router.stochastic, router.training_stochastic, router.ragged) == (False, True, False)
     assert build_router("gshard:second_eval=random", dim=3, num_experts=4).ragged
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_a_replayed_choice_has_the_weights_that_it_had(k: int) -> None:
+    """Those that were dropped are the best of all that were not kept."""
+    router, hidden = router_for("gshard", k), inputs()[0]
+    routing = router(hidden)
+    assert (routing.experts < 0).any()
+    router.replayed = routing.experts
+    torch.testing.assert_close(router(hidden).weights, routing.weights)
