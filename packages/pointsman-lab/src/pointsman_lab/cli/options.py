@@ -83,8 +83,8 @@ class Parser(argparse.ArgumentParser):
             if flag.startswith("--") and equals and value == "--":  # argparse takes it for the end of the flags
                 raise RunError(f"{self.prog}: {flag} '--': not a value")
         self.defaults = {action.dest: action.default for action in self._actions}
-        asked = {"-h", "--help"}.isdisjoint(words)  # which shows what is needed
-        needed = [action for action in self._actions if asked and action.required and action.option_strings]
+        shows = not {"-h", "--help"}.isdisjoint(words)  # what is needed, too
+        needed = [action for action in self._actions if not shows and action.required and action.option_strings]
         for action in needed:  # a file may have them, and an unknown flag is told first
             action.required = False
         values, unknown = self.parse_known_args(list(words))

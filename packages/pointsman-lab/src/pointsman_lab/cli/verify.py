@@ -30,8 +30,6 @@ reads. Checksums are compared and weights of runs are loaded; a Hugging Face
 model's are compared with its index, not with its class. Code is never read.
 """
 MOST_ENTRIES = 1_000_000
-TRACE = b"pointsman-trace"
-"""In the header of every routing trace."""
 INDEX = (".safetensors.index.json", ".bin.index.json")
 """How the names of transformers' lists of shards end."""
 WORTH: dict[Any, Callable[[float], float]] = {"bits_per_character": lambda n: n / math.log(2), "perplexity": math.exp}
@@ -66,8 +64,10 @@ def kind_of(root: Path) -> str:
     if not root.exists():
         raise RunError(f"{root}: no such folder")
     if root.is_file():
+        from pointsman.traces.trace import FORMAT
+
         with open_named(root) as file:
-            if TRACE not in file.read(1 << 20):
+            if FORMAT.encode() not in file.read(1 << 20):  # which every trace's header says
                 raise RunError(f"{root}: no routing trace; of anything else give the folder")
         return "a routing trace"
     if not os.access(root, os.R_OK | os.X_OK):

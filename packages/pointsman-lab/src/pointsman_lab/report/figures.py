@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from pointsman._errors import RunError, did_you_mean, needing
-from pointsman_lab._files import read_ordinary, replacing, within
+from pointsman_lab._files import replacing, within
 from pointsman_lab.report import series
 from pointsman_lab.report.inside import entropy_by_layer, layer_names, load_heat, rows_by_layer
-from pointsman_lab.report.page import page_path
+from pointsman_lab.report.page import page_path, refuse_foreign
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import Comparison, read
 from pointsman_lab.runs.paths import AUDIT
@@ -54,8 +54,7 @@ def figures(path: Path | Sequence[Path], formats: Sequence[str] = ("png",), out:
         made = drawn(comparison, table)
         files = {folder / f"{name}.{ending}": (name, ending) for name in made for ending in formats}
         for file in files if out is not None else ():
-            if file.exists() and (content := read_ordinary(file)) and OURS.encode() not in content:
-                raise RunError(f"{file}: it exists and is no figure of `pointsman report`; choose another --out")
+            refuse_foreign(file, OURS.encode(), "figure")
         return [_save(made[name], file, ending) for file, (name, ending) in files.items()]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from pointsman._errors import RunError
 from pointsman_lab._files import check_writable, disk_errors, open_named, write_whole
 from pointsman_lab._grid import NONE, Grid
+from pointsman_lab._shapes import MOST_OTHERS
 from pointsman_lab.registry import entries
 from pointsman_lab.report import commands, protocol, series
 from pointsman_lab.report.audits import audit_parts, load_maps
@@ -44,10 +45,8 @@ def write_report(
     """
     comparison = read(path)
     page = page_path(out, comparison)
-    if out is not None and page.exists():
-        with disk_errors(page, "whose page it is cannot be told"), open_named(page) as opened:
-            if (head := opened.read(4096)) and OURS not in head:
-                raise RunError(f"{page}: it exists and is no page of `pointsman report`; choose another --out")
+    if out is not None:
+        refuse_foreign(page, OURS, "page")
     if samples:
         from pointsman_lab.report.samples import collect_all
 
@@ -56,6 +55,14 @@ def write_report(
         keep = page.absolute().is_relative_to(comparison.path.absolute())
         comparison = collect_all(comparison, note=note, keep=keep)
     return write_whole(page, render(comparison))
+
+
+def refuse_foreign(file: Path, mark: bytes, kind: str) -> None:
+    """RunError where a file is there, not empty, and lacks the mark that ours have: somebody else's is not replaced."""
+    if file.exists():
+        with disk_errors(file, "whose file it is cannot be told"), open_named(file) as opened:
+            if (content := opened.read(MOST_OTHERS)) and mark not in content:
+                raise RunError(f"{file}: it exists and is no {kind} of `pointsman report`; choose another --out")
 
 
 def page_path(out: Path | None, comparison: Comparison) -> Path:
